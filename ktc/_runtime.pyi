@@ -1,0 +1,132 @@
+"""Types of the native runtime (runtime/src/bindings*.cpp). Pointers are plain integers: the runtime links no torch."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+# ---- the machine -------------------------------------------------------------------------------
+def cpu_features() -> list[str]:
+    """Feature names as in /proc/cpuinfo that the CPU *and* the OS let a process use (sorted)."""
+
+def amx_permission() -> tuple[bool, str]:
+    """Ask once per process for AMX tile state (arch_prctl). Returns (granted, reason)."""
+
+def numa_nodes() -> list[list[int]]:
+    """CPUs this process may use, per NUMA node that has any."""
+
+# ---- quantise and pack: bit-identical on every host (built without ISA flags or contraction) -----
+def pack_matrix(
+    src: int,
+    src_dtype: str,  # "fp32" | "bf16" | "fp16"
+    rows: NDArray[np.int64],  # source row of each stored row, -1 = a zero row; length n_pad
+    k: int,  # valid source columns
+    ld: int,  # source elements between rows
+    col_stride: int,  # source elements between columns (1 unless the source is transposed)
+    data_type: str,
+    scale: str,
+    group: int,
+    out_tiles: int,
+    out_scale: int,
+    out_mult: int,
+) -> int:
+    """Quantise W and write its tiles, scales and multipliers. Releases the GIL, single-threaded.
+
+    Returns the flat index (row * k + column, in source rows) of the first NaN or infinity, or -1.
+    """
+
+def unpack_matrix(
+    tiles: int, scale_ptr: int, mult: int, n_pad: int, k_pad: int, data_type: str, scale: str, group: int, out_f32: int
+) -> None:
+    """Inverse of pack_matrix: dequantised W [n_pad, k_pad] in stored row order."""
+
+# ---- kernel libraries ---------------------------------------------------------------------------
+class KernelLib:
+    def __init__(self, path: str) -> None:
+        """dlopen(RTLD_LOCAL), query, check ABI and layout version. RuntimeError with the reason."""
+
+    variant: str
+    source_key: str
+    required_features: list[str]
+    def kernels(self) -> list[dict[str, object]]:
+        """name, format, scale, epilogue, group, k, min_rows of each kernel."""
+
+# ---- threads ------------------------------------------------------------------------------------
+class Pool:
+    """One pool per process: a list of nodes, each with its pinned workers; the caller's thread works too."""
+
+    def __init__(self, nodes: Sequence[Sequence[int]], pin: bool = True) -> None:
+        """`nodes[i]` = cpu ids of node i; a cpu may appear several times (emulated nodes)."""
+
+    threads: int
+    nodes: int
+    def warnings(self) -> list[str]: ...
+
+# ---- memory -------------------------------------------------------------------------------------
+class HugeBuffer:
+    """2 MB-aligned anonymous memory with MADV_HUGEPAGE, filled by threads of its node."""
+
+    def __init__(self, nbytes: int, node: int = -1) -> None: ...
+    ptr: int
+    nbytes: int
+    def read_file(self, path: str, file_offset: int, nbytes: int, dst_offset: int, pool: Pool) -> None:
+        """Parallel pread by the node's threads. RuntimeError names file and offset."""
+    def huge_bytes(self) -> int:
+        """Bytes that are really in huge pages (smaps AnonHugePages)."""
+    def close(self) -> None: ...
+
+# ---- operators ----------------------------------------------------------------------------------
+class Linear:
+    """y [M, n] = x [M, k] @ W^T + b on packed tiles; x and y are f32."""
+
+    def __init__(
+        self,
+        lib: KernelLib,
+        pool: Pool,
+        n: int,
+        k: int,
+        data_type: str,
+        scale: str,
+        group: int,
+        tiles: int,
+        scale_ptr: int,
+        mult: int,
+        bias: int,
+        force: str = "",  # kernel-name substring to force, e.g. "avx512"
+    ) -> None: ...
+    def forward(self, x: int, ld_x: int, m: int, y: int, ld_y: int) -> None: ...
+    def report(self) -> dict[str, object]:
+        """kernel names used so far and how often."""
+
+class Moe:
+    """The routed experts of one layer: quantise, gate+up+act, down, weighted sum in expert order."""
+
+    def __init__(
+        self,
+        lib: KernelLib,
+        pool: Pool,
+        *,
+        experts: int,
+        top_k: int,
+        hidden: int,
+        intermediate: int,
+        activation: str,
+        alpha: float,
+        limit: float,
+        data_type: str,
+        scale: str,
+        group: int,
+        splits: Sequence[tuple[int, int]],
+        weights: Sequence[Sequence[dict[str, int]]],
+        # weights[node][expert] = {gate_up, gate_up_scale, gate_up_mult, gate_up_bias, down, down_scale, down_mult, down_bias}
+        # pointers (0 = none); down_bias is present on node 0 only (added once).
+        force: str = "",
+        scheduling: str = "dynamic",  # or "static"
+    ) -> None: ...
+    def submit(self, x: int, ld_x: int, tokens: int, ids: int, weights: int) -> int:
+        """Hand over x f32 [T, H], ids i64 [T, k], weights f32 [T, k] (copied before this returns). Returns a ticket."""
+    def collect(self, ticket: int, out: int, ld_out: int) -> None:
+        """Wait for that ticket and write out f32 [T, H]. An exception in a worker is raised here."""
+    def forward(self, x: int, ld_x: int, tokens: int, ids: int, weights: int, out: int, ld_out: int) -> None: ...
+    def scratch_bytes(self, tokens: int) -> int: ...
+    def report(self) -> dict[str, object]: ...

@@ -1,0 +1,149 @@
+"""The Plan: what every module of the model becomes, before a byte of weights is read.
+
+Built by `ktc.plan.build` from a config and a recipe, checked by `ktc.plan.verify`, printed by
+`ktc plan`, consumed by packing, code generation, the bundle and the engine, and stored in the
+bundle as plan.json (`to_json` / `from_json` round-trip exactly).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from ktc.layout import Activation, DataType, MatrixLayout, QuantScheme, ScaleMode, intermediate_pad
+
+Operator = Literal["moe", "linear", "mla", "embedding", "hf"]
+
+
+@dataclass(frozen=True)
+class MoePlan:
+    """One MoE block: E experts [H -> I -> H], split over nodes by ranges of I.
+
+    `splits` are half-open ranges over I_pad, one per node (see layout.split_intermediate).
+    """
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    activation: Activation
+    alpha: float
+    limit: float
+    bias: bool
+    data_type: DataType
+    scale: ScaleMode
+    group: int
+    backend: str
+    n_deferred_experts: int | Literal["auto"]
+    splits: tuple[tuple[int, int], ...]
+
+    @property
+    def scheme(self) -> QuantScheme:
+        return QuantScheme(self.data_type, self.scale, self.group)
+
+    def gate_up_layout(self, node: int) -> MatrixLayout:
+        begin, end = self.splits[node]
+        return MatrixLayout(2 * (end - begin), self.hidden, self.scheme)
+
+    def down_layout(self, node: int) -> MatrixLayout:
+        begin, end = self.splits[node]
+        return MatrixLayout(self.hidden, end - begin, self.scheme)
+
+    @property
+    def i_pad(self) -> int:
+        return intermediate_pad(self.intermediate)
+
+    def node_bytes(self, node: int) -> int:
+        """Bytes of all experts of this layer on one node (biases included, as f32)."""
+        gate_up, down = self.gate_up_layout(node), self.down_layout(node)
+        bias = 4 * (gate_up.n_pad + down.n_pad) if self.bias else 0
+        return self.experts * (gate_up.nbytes + down.nbytes + bias)
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """A dense linear W [n, k] on packed kernels."""
+
+    n: int
+    k: int
+    bias: bool
+    data_type: DataType
+    scale: ScaleMode
+    group: int
+
+    @property
+    def scheme(self) -> QuantScheme:
+        return QuantScheme(self.data_type, self.scale, self.group)
+
+    @property
+    def layout(self) -> MatrixLayout:
+        return MatrixLayout(self.n, self.k, self.scheme)
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """One module of the Hugging Face tree.
+
+    Attributes:
+        name: module path (`model.layers.3.mlp`).
+        hf_class: dotted class of the original module.
+        role: what the family says it is (moe, mla, attention, linear, lm_head, router, norm, embedding, ...).
+        operator: what runs it; "hf" = Hugging Face's own code.
+        device: "cpu" or "cuda:N"; where its weights live (a MoE block's experts always live on the CPU).
+        rule: index of the recipe rule that matched, or None.
+        params: own parameters kept as they are: name relative to the module -> (shape, dtype name).
+        nbytes: bytes of this module's own weights on `device` (not its children's, not the experts').
+        note: why something unexpected holds (protected, group fallback, padded, tied); shown by `ktc plan`.
+    """
+
+    name: str
+    hf_class: str
+    role: str
+    operator: Operator
+    device: str
+    rule: int | None
+    nbytes: int
+    params: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    moe: MoePlan | None = None
+    linear: LinearPlan | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The whole model. `modules` is in module-tree order and lists every module that owns parameters or is replaced."""
+
+    model_type: str
+    architecture: str
+    layers: int
+    nodes: int
+    modules: tuple[ModulePlan, ...]
+    tied: dict[str, str] = field(default_factory=dict)  # tied parameter -> the one that is stored
+
+    def moe_modules(self) -> list[ModulePlan]:
+        return [m for m in self.modules if m.moe is not None]
+
+    def expert_bytes(self, node: int) -> int:
+        return sum(m.moe.node_bytes(node) for m in self.modules if m.moe is not None)
+
+    def device_bytes(self) -> dict[str, int]:
+        out: dict[str, int] = {}
+        for m in self.modules:
+            out[m.device] = out.get(m.device, 0) + m.nbytes
+        return out
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        modules = []
+        for m in data["modules"]:
+            m = dict(m)
+            if m.get("moe"):
+                m["moe"] = MoePlan(**{**m["moe"], "splits": tuple((int(a), int(b)) for a, b in m["moe"]["splits"])})
+            if m.get("linear"):
+                m["linear"] = LinearPlan(**m["linear"])
+            m["params"] = {k: (tuple(shape), dtype) for k, (shape, dtype) in m.get("params", {}).items()}
+            modules.append(ModulePlan(**m))
+        return cls(**{**data, "modules": tuple(modules)})

@@ -1,0 +1,161 @@
+"""Multi-head latent attention in its absorbed form, over the compressed cache.
+
+Replaces the attention of the DeepSeek-V2 and -V3 classes. The cache holds what Hugging Face's own
+class puts there (the normalised latent and the rotated shared key), so caches, masks and
+`generate()` keep working; unlike it, keys and values are never expanded to heads: the query is
+multiplied into the latent space instead (`q_nope W_UK`), and the weighted latent out of it (`W_UV`).
+What this file is not: a kernel. It is torch code over the module's (packed) projections.
+
+Letters: B batch, T new tokens, S cached tokens, A heads, dn/dr/dv head sizes (nope, rope, value),
+R kv_lora_rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SCORE_BUDGET = 32 << 20
+"""Bytes of scores and latent queries alive at a time: a prefill of any length is cut into row chunks that fit."""
+
+_CHILDREN = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "o_proj")
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor, interleaved_out: bool) -> Tensor:
+    """Rotate the pairs (x0, x1), (x2, x3), ... of the last axis.
+
+    Args:
+        x: [..., T, dr]; `cos`, `sin`: [..., T, dr / 2], broadcastable.
+        interleaved_out: True keeps the pairs in place (DeepSeek-V2), False puts the first members of all pairs
+            in front (DeepSeek-V3). Scores do not depend on it, cached keys do.
+    """
+    even, odd = x[..., 0::2], x[..., 1::2]
+    first, second = even * cos - odd * sin, odd * cos + even * sin
+    return torch.stack((first, second), dim=-1).flatten(-2) if interleaved_out else torch.cat((first, second), dim=-1)
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate (x[i], x[i + dr/2]); used where `config.rope_interleave` is false. Shapes as in `rotate_pairs`."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class KtcMLAAttention(nn.Module):
+    """Absorbed MLA with the interface of `DeepseekV2Attention` and `DeepseekV3Attention`.
+
+    Takes over the projections and norms of the attention it replaces under their names, so that the module
+    tree (and a rule that matched a projection) stays as it was. `kv_b_proj` is read once by
+    `absorb()` and then dropped.
+    """
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        original: Any = attention
+        self.config = original.config
+        self.layer_idx: int = original.layer_idx
+        self.is_causal = True
+        self.heads: int = original.num_heads
+        self.nope: int = original.qk_nope_head_dim
+        self.rope: int = original.qk_rope_head_dim
+        self.value: int = original.v_head_dim
+        self.rank: int = original.kv_lora_rank
+        self.scaling: float = original.scaling  # includes YaRN's mscale squared (failure A1: at every position)
+        self.pairs: bool = bool(getattr(self.config, "rope_interleave", True))
+        for name in _CHILDREN:
+            setattr(self, name, getattr(original, name, None))
+        self.kv_b_proj: nn.Module | None = original.kv_b_proj
+        self.w_uk: Tensor  # [A, dn, R]
+        self.w_uv: Tensor  # [A, R, dv]
+        self.register_buffer("w_uk", None, persistent=False)
+        self.register_buffer("w_uv", None, persistent=False)
+
+    def absorb(self) -> None:
+        """Split `kv_b_proj` [A * (dn + dv), R] into W_UK and W_UV (fp32) and drop it. Call once, after loading."""
+        if self.kv_b_proj is None:
+            return
+        weight: Any = self.kv_b_proj.weight
+        split = weight.detach().to(torch.float32).view(self.heads, self.nope + self.value, self.rank)
+        self.w_uk = split[:, : self.nope].contiguous()
+        self.w_uv = split[:, self.nope :].transpose(1, 2).contiguous()
+        self.kv_b_proj = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Tensor | tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """[B, T, H] -> ([B, T, H], None).
+
+        Args:
+            position_embeddings: (cos, sin) [B, T, dr] (v3) or complex [B, T, dr / 2] (v2).
+            attention_mask: None (causal from the first cached position), bool [B, 1, T, S] (True = visible), or an
+                additive float mask of that shape.
+            cache: a Hugging Face cache; its layer gets latent [B, 1, T, R] and rotated key [B, 1, T, dr].
+        """
+        cache = past_key_values if cache is None else cache
+        batch, new = hidden_states.shape[:2]
+        query = self._query(hidden_states).view(batch, new, self.heads, self.nope + self.rope).transpose(1, 2)
+        q_nope, q_rope = query.split([self.nope, self.rope], dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split([self.rank, self.rope], dim=-1)
+        latent = self.kv_a_layernorm(latent).view(batch, 1, new, self.rank)
+        k_rope = k_rope.reshape(batch, 1, new, self.rope)
+        q_rope, k_rope = self._rotate(q_rope, k_rope, position_embeddings)
+        if cache is not None:
+            latent, k_rope = cache.update(latent, k_rope, self.layer_idx, kwargs=kwargs)
+        out = self._attend(q_nope, q_rope, latent[:, 0], k_rope[:, 0], attention_mask)  # [B, T, A * dv]
+        return self.o_proj(out), None
+
+    def _query(self, hidden_states: Tensor) -> Tensor:
+        if self.q_proj is not None:
+            return self.q_proj(hidden_states)  # type: ignore[no-any-return]
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))  # type: ignore[no-any-return]
+
+    def _rotate(self, q: Tensor, k: Tensor, position: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        if position is None:
+            raise ValueError("position_embeddings are required")
+        if isinstance(position, Tensor):  # complex: DeepSeek-V2
+            cos, sin = position.real.unsqueeze(1), position.imag.unsqueeze(1)
+            return rotate_pairs(q, cos, sin, True), rotate_pairs(k, cos, sin, True)
+        half = self.rope // 2  # cos and sin repeat the angles of the pairs twice
+        cos, sin = position[0][..., :half].unsqueeze(1), position[1][..., :half].unsqueeze(1)
+        if self.pairs:
+            return rotate_pairs(q, cos, sin, False), rotate_pairs(k, cos, sin, False)
+        return rotate_halves(q, cos, sin), rotate_halves(k, cos, sin)
+
+    def _attend(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> Tensor:
+        """q_nope [B, A, T, dn], q_rope [B, A, T, dr], latent [B, S, R], k_rope [B, S, dr] -> [B, T, A * dv]."""
+        batch, heads, new, _ = q_nope.shape
+        out = q_nope.new_empty(batch, new, heads, self.value)
+        row_bytes = 4 * batch * heads * (latent.shape[1] + 2 * self.rank)
+        step = max(1, min(new, SCORE_BUDGET // row_bytes))
+        for begin in range(0, new, step):
+            end = min(new, begin + step)
+            # Without a mask, query i sees keys 0..i (the cache was empty); a single query sees all of them.
+            seen = end if mask is None and new > 1 else latent.shape[1]
+            c, r = latent[:, :seen], k_rope[:, :seen]
+            q = torch.matmul(q_nope[:, :, begin:end], self.w_uk)  # [B, A, t, R]
+            rows = heads * (end - begin)
+            scores = torch.bmm(q.reshape(batch, rows, self.rank), c.transpose(1, 2))
+            scores.baddbmm_(q_rope[:, :, begin:end].reshape(batch, rows, self.rope), r.transpose(1, 2))
+            scores = scores.mul_(self.scaling).view(batch, heads, end - begin, seen)
+            if mask is None and new > 1:
+                future = torch.ones(end - begin, seen, dtype=torch.bool, device=scores.device).triu(begin + 1)
+                scores.masked_fill_(future, torch.finfo(scores.dtype).min)
+            elif mask is not None:
+                part = mask[:, :, begin:end, :seen]
+                if part.dtype == torch.bool:
+                    # the lowest number, not -inf: a row that sees nothing (padding) must not become NaN
+                    scores.masked_fill_(~part, torch.finfo(scores.dtype).min)
+                else:
+                    scores.add_(part)
+            weights = torch.softmax(scores, dim=-1)
+            mixed = torch.bmm(weights.view(batch, rows, seen), c).view(batch, heads, end - begin, self.rank)
+            out[:, begin:end] = torch.matmul(mixed, self.w_uv).transpose(1, 2)
+        return out.view(batch, new, heads * self.value)

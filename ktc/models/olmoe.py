@@ -1,0 +1,18 @@
+"""OLMoE: softmax over all experts before top-k, not renormalised; norms over the full query and key width."""
+
+from __future__ import annotations
+
+from ktc.models.checks import require_experts, require_silu
+from ktc.models.family import Config, ExpertShape, Family
+
+
+def shape(config: Config) -> ExpertShape:
+    return ExpertShape(config.num_experts, config.num_experts_per_tok, config.hidden_size, config.intermediate_size)
+
+
+def check(config: Config) -> None:
+    require_silu(config)
+    require_experts(config, config.num_experts, config.num_experts_per_tok)
+
+
+FAMILY = Family(model_type="olmoe", moe_class="OlmoeSparseMoeBlock", shape=shape, check=check)

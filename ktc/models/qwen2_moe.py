@@ -1,0 +1,26 @@
+"""Qwen1.5-MoE and Qwen2-MoE: softmax router, one shared expert behind a sigmoid gate with a single output."""
+
+from __future__ import annotations
+
+from ktc.models.checks import require_experts, require_silu
+from ktc.models.family import Config, ExpertShape, Family
+
+
+def shape(config: Config) -> ExpertShape:
+    return ExpertShape(config.num_experts, config.num_experts_per_tok, config.hidden_size, config.moe_intermediate_size)
+
+
+def check(config: Config) -> None:
+    require_silu(config)
+    require_experts(config, config.num_experts, config.num_experts_per_tok)
+
+
+FAMILY = Family(
+    model_type="qwen2_moe",
+    moe_class="Qwen2MoeSparseMoeBlock",
+    shape=shape,
+    shared="shared_expert",
+    shared_gate="shared_expert_gate",
+    protected=(r"\.mlp\.shared_expert_gate$",),
+    check=check,
+)

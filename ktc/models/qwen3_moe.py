@@ -1,0 +1,19 @@
+"""Qwen3 MoE (30B-A3B, 235B-A22B, Coder): softmax router, norms on queries and keys, no shared expert."""
+
+from __future__ import annotations
+
+from ktc.models.checks import require_experts, require_silu
+from ktc.models.family import Config, ExpertShape, Family
+
+
+def shape(config: Config) -> ExpertShape:
+    # Released configs say num_experts, files saved by transformers 5 say num_local_experts: the config object maps both.
+    return ExpertShape(config.num_experts, config.num_experts_per_tok, config.hidden_size, config.moe_intermediate_size)
+
+
+def check(config: Config) -> None:
+    require_silu(config)
+    require_experts(config, config.num_experts, config.num_experts_per_tok)
+
+
+FAMILY = Family(model_type="qwen3_moe", moe_class="Qwen3MoeSparseMoeBlock", shape=shape, check=check)

@@ -11,42 +11,42 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticC
 from ktc.engine import mla
 from ktc.engine.mla import KtcMLAAttention
 
-COMMON = dict(
-    vocab_size=96,
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    intermediate_size=96,
-    moe_intermediate_size=32,
-    n_shared_experts=1,
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    n_group=4,
-    topk_group=2,
-    first_k_dense_replace=1,
-    kv_lora_rank=16,
-    qk_nope_head_dim=16,
-    qk_rope_head_dim=8,
-    v_head_dim=24,
-    max_position_embeddings=512,
-)
-YARN = dict(
-    rope_type="yarn",
-    rope_theta=10000.0,
-    factor=8.0,
-    original_max_position_embeddings=16,
-    beta_fast=32.0,
-    beta_slow=1.0,
-    mscale=1.0,
-    mscale_all_dim=0.707,
-)
+COMMON = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "max_position_embeddings": 512,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.707,
+}
 CASES = {
-    "v3": ("deepseek_v3", dict(q_lora_rank=24)),
-    "v3_no_q_lora_halves": ("deepseek_v3", dict(q_lora_rank=None, rope_interleave=False)),
-    "v3_yarn_bias": ("deepseek_v3", dict(q_lora_rank=24, rope_parameters=YARN, attention_bias=True)),
-    "v2": ("deepseek_v2", dict(q_lora_rank=24, topk_method="group_limited_greedy")),
-    "v2_lite_yarn": ("deepseek_v2", dict(q_lora_rank=None, topk_method="greedy", rope_parameters=YARN)),
+    "v3": ("deepseek_v3", {"q_lora_rank": 24}),
+    "v3_no_q_lora_halves": ("deepseek_v3", {"q_lora_rank": None, "rope_interleave": False}),
+    "v3_yarn_bias": ("deepseek_v3", {"q_lora_rank": 24, "rope_parameters": YARN, "attention_bias": True}),
+    "v2": ("deepseek_v2", {"q_lora_rank": 24, "topk_method": "group_limited_greedy"}),
+    "v2_lite_yarn": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy", "rope_parameters": YARN}),
 }
 
 
@@ -143,5 +143,5 @@ def test_generate_gives_the_same_tokens(pair) -> None:
     reference, model = pair
     ids = torch.randint(0, 96, (1, 9))
     for implementation in (None, "static"):
-        kwargs = dict(max_new_tokens=16, do_sample=False, cache_implementation=implementation, pad_token_id=0)
+        kwargs = {"max_new_tokens": 16, "do_sample": False, "cache_implementation": implementation, "pad_token_id": 0}
         assert torch.equal(model.generate(ids, **kwargs), reference.generate(ids, **kwargs))

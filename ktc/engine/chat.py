@@ -1,0 +1,57 @@
+"""Prompts to token ids: plain text, and chats through the tokenizer's template.
+
+Templates run in transformers' jinja2 sandbox. Ids equal those of `tokenizer(text)` and of
+`apply_chat_template`; what a user types into a chat never becomes a control token (failure T3).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ktc.errors import KtcError
+
+Message = dict[str, str]
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The Hugging Face tokenizer in `folder` (a bundle's `model/`). Never runs code from it, never goes online."""
+    from transformers import AutoTokenizer
+
+    if not any(
+        (folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+    ):
+        raise KtcError(
+            f"no tokenizer in {folder}",
+            "the checkpoint had none; put its tokenizer files beside config.json and compile again",
+        )
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise KtcError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a plain prompt, with the special tokens (BOS) that the tokenizer itself adds."""
+    return [int(i) for i in tokenizer(text)["input_ids"]]
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def encode_chat(tokenizer: Any, messages: list[Message]) -> list[int]:
+    """Ids of a chat up to and with the prompt for the assistant's next turn.
+
+    Raises:
+        KtcError: no template, or the template refused the messages.
+    """
+    if not has_chat_template(tokenizer):
+        raise KtcError("this tokenizer has no chat template", "give a prompt with -p to complete text instead")
+    try:
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False, sanitize_control_tokens=True
+        )
+    except Exception as error:  # jinja2 errors, and whatever a template raises itself
+        raise KtcError(f"the chat template failed: {error}") from error
+    return [int(i) for i in ids]

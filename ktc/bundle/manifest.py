@@ -1,0 +1,77 @@
+"""The manifest: constants of the format, canonical JSON, and its one schema.
+
+Canonical JSON is UTF-8, keys sorted, no blanks, a newline at the end, no NaN: equal content gives
+equal bytes. `parse` refuses what a careless parser would let through (two keys of one name, NaN,
+an absurd size). What the fields mean is in docs/bundle-format.md; who fills them is writer.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from importlib import resources
+from typing import Any
+
+from ktc.errors import BundleError
+
+FORMAT_MAJOR, FORMAT_MINOR = 1, 0
+MANIFEST = "manifest.json"
+SIGNATURE = "manifest.sig"  # optional, detached; reserved: this version neither writes nor checks it
+MAX_MANIFEST_BYTES = 256 << 20
+ALGORITHM_VERSION = 1  # of the quantiser; part of what makes packed bytes reproducible
+# Features a bundle may require of its reader. A reader that meets another one refuses the bundle.
+KNOWN_FEATURES = frozenset({"experts.tiles", "linear.tiles"})
+BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
+
+
+def canonical(value: Any) -> bytes:
+    """`value` as canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("the same key twice in one object")
+    return out
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def parse(data: bytes, what: str) -> Any:
+    """Parse strictly.
+
+    Raises:
+        BundleError: not UTF-8 JSON, a repeated key, NaN; `what` names the file.
+    """
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise BundleError(f"{what}: {len(data)} bytes, more than a bundle's JSON may have")
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise BundleError(f"{what}: not valid JSON: {error}") from error
+
+
+@functools.cache
+def _validator(definition: str | None) -> Any:
+    import jsonschema
+
+    schema = json.loads(resources.files("ktc.bundle").joinpath("schema.json").read_text("utf-8"))
+    if definition:
+        schema = {"$schema": schema["$schema"], "$defs": schema["$defs"], **schema["$defs"][definition]}
+    return jsonschema.Draft202012Validator(schema)
+
+
+def validate(value: Any, what: str, definition: str | None = None) -> None:
+    """Check a manifest (or, with `definition="plan"`, a plan) against the schema.
+
+    Raises:
+        BundleError: names the file and the place in it.
+    """
+    for error in _validator(definition).iter_errors(value):
+        where = "/".join(str(p) for p in error.absolute_path) or "top level"
+        text = error.message if len(error.message) <= 200 else error.message[:200] + "..."
+        raise BundleError(f"{what}: {where}: {text}")

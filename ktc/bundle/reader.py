@@ -1,0 +1,274 @@
+"""Opens a bundle and trusts nothing in it: schema, versions, paths, sizes, hashes of all but the weights.
+
+`open_bundle` reads JSON and file sizes only, so it is quick for a bundle of any size; the weights'
+hashes are `ktc verify`'s work (`Bundle.check_hash`). It neither loads libraries nor imports torch.
+Whether this machine can run the bundle well is verdict.py's question.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktc.bundle import manifest as fmt
+from ktc.errors import BundleError
+from ktc.layout import split_unit
+from ktc.pack.writer import ITEM_BYTES, hash_file
+from ktc.plan.ir import Plan
+
+WEIGHT_ROLES = frozenset({"experts", "device", "goldens"})  # everything else is hashed when a bundle is opened
+_NUMPY = {"U8": np.uint8, "I8": np.int8, "F16": np.float16, "BF16": np.uint16, "I32": np.int32, "F32": np.float32,
+          "I64": np.int64, "F64": np.float64, "BOOL": np.bool_}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """Where a tensor's bytes lie: `offset` from the start of `file` (absolute path); dtype as in safetensors."""
+
+    file: Path
+    offset: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    def array(self) -> NDArray[Any]:
+        """A read-only memory map (bf16 as uint16); for inspection, not for running."""
+        return np.memmap(self.file, _NUMPY[self.dtype], "r", self.offset, self.shape) if self.nbytes else np.empty(
+            self.shape, _NUMPY[self.dtype]
+        )
+
+
+class Bundle:
+    """An opened bundle.
+
+    Attributes:
+        path: the bundle's directory (resolved).
+        manifest: the checked manifest.
+        plan: the checked plan.
+        tensors: (node or None for the device, tensor name) -> TensorRef.
+        files: path within the bundle -> manifest entry {path, size, sha256, role}.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path, self.manifest = path, manifest
+        self.files: dict[str, dict[str, Any]] = {entry["path"]: entry for entry in manifest["files"]}
+        self.tensors: dict[tuple[int | None, str], TensorRef] = {}
+        self.plan: Plan  # set once plan.json has been read and checked
+
+    @property
+    def nodes(self) -> int:
+        return int(self.manifest["topology"]["nodes"])
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a small file, checked against the manifest as they were read.
+
+        Raises:
+            BundleError: not listed, or its bytes are not those of the manifest.
+        """
+        entry = self.files.get(name)
+        if entry is None:
+            raise BundleError(f"{self.path}: no {name} in this bundle")
+        data = (self.path / name).read_bytes()
+        if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+            raise BundleError(f"{self.path / name}: its bytes are not those the manifest lists", _DAMAGED)
+        return data
+
+    def check_hash(self, name: str) -> None:
+        """Hash one file of any size.
+
+        Raises:
+            BundleError: its bytes are not those of the manifest.
+        """
+        entry = self.files[name]
+        digest = hash_file(self.path / name)
+        if digest.sha256 != entry["sha256"] or digest.size != entry["size"]:
+            raise BundleError(
+                f"{self.path / name}: sha256 {digest.sha256[:16]}... is not the manifest's {entry['sha256'][:16]}...",
+                _DAMAGED,
+            )
+
+    def nbytes(self, role: str | None = None) -> int:
+        return sum(entry["size"] for entry in self.files.values() if role in (None, entry["role"]))
+
+
+_DAMAGED = "the file was changed or damaged; copy the bundle again, or compile it again"
+
+
+def open_bundle(path: str | os.PathLike[str]) -> Bundle:
+    """Open and check a bundle.
+
+    In this order: manifest syntax, format version and required features, schema, paths, files on disk
+    (each listed one is there, regular, of its size; nothing else is there), hashes of everything but
+    weights, plan, tensor table.
+
+    Raises:
+        BundleError: whatever is wrong, naming the file and what to do.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        what = "is not a directory" if root.exists() else "does not exist"
+        raise BundleError(f"{root} {what}", "a bundle is a directory made by: ktc compile CHECKPOINT --recipe int4")
+    root = root.resolve()
+    manifest = _read_manifest(root)
+    bundle = Bundle(root, manifest)
+    _check_files(bundle)
+    for entry in manifest["files"]:
+        if entry["role"] not in WEIGHT_ROLES:
+            bundle.check_hash(entry["path"])
+    bundle.plan = _read_plan(bundle)
+    _check_kernels(bundle)
+    _index_tensors(bundle)
+    return bundle
+
+
+def _read_manifest(root: Path) -> dict[str, Any]:
+    file = root / fmt.MANIFEST
+    if not _regular(file):
+        if (root / "config.json").is_file():
+            raise BundleError(f"{root} is a checkpoint, not a bundle", f"ktc compile {root} --recipe int4")
+        raise BundleError(
+            f"{root} is not a bundle: it has no {fmt.MANIFEST}",
+            "an unfinished compile is continued by the same ktc compile command",
+        )
+    if file.stat().st_size > fmt.MAX_MANIFEST_BYTES:
+        raise BundleError(f"{file}: larger than a manifest may be")
+    manifest = fmt.parse(file.read_bytes(), str(file))
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    major = version.get("major") if isinstance(version, dict) else None
+    if not isinstance(major, int) or isinstance(major, bool):
+        raise BundleError(f"{file}: no format version; this is not a ktc bundle")
+    if major != fmt.FORMAT_MAJOR:
+        raise BundleError(
+            f"{root}: bundle format {major}.{version.get('minor')}, but this ktc reads {fmt.FORMAT_MAJOR}.x",
+            "use the ktc that made it (created_by in the manifest), or compile the checkpoint again with this one",
+        )
+    features = manifest.get("required_features")
+    unknown = sorted(set(map(str, features)) - fmt.KNOWN_FEATURES) if isinstance(features, list) else []
+    if unknown:
+        raise BundleError(f"{root}: needs features this ktc does not know: {', '.join(unknown)}", "update ktc")
+    fmt.validate(manifest, str(file))
+    assert isinstance(manifest, dict)
+    return manifest
+
+
+def _regular(file: Path) -> bool:
+    try:
+        return stat.S_ISREG(file.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def check_relative(name: str, what: str) -> None:
+    """Refuse a path that could leave the bundle or is not in its one canonical spelling.
+
+    Raises:
+        BundleError: absolute, `..`, `.`, backslash, NUL, or not normalised.
+    """
+    pure = PurePosixPath(name)
+    bad = pure.is_absolute() or ".." in pure.parts or "." in name.split("/") or "\\" in name or "\0" in name
+    if bad or not name or pure.as_posix() != name:
+        raise BundleError(f"{what}: path {name!r} leads out of the bundle or is not a plain relative path")
+
+
+def _check_files(bundle: Bundle) -> None:
+    root, listed = bundle.path, bundle.files
+    if len(listed) != len(bundle.manifest["files"]):
+        raise BundleError(f"{root / fmt.MANIFEST}: a file is listed twice")
+    for name in listed:
+        check_relative(name, str(root / fmt.MANIFEST))
+    present: set[str] = set()
+    for folder, dirs, names in os.walk(root):
+        for name in dirs + names:
+            path = Path(folder, name)
+            relative = path.relative_to(root).as_posix()
+            mode = path.lstat().st_mode
+            if stat.S_ISLNK(mode):
+                raise BundleError(f"{path} is a symbolic link; a bundle has none", "copy it with: cp -rL")
+            if stat.S_ISDIR(mode):
+                continue
+            if not stat.S_ISREG(mode):
+                raise BundleError(f"{path} is not a regular file")
+            if relative not in listed and relative not in (fmt.MANIFEST, fmt.SIGNATURE):
+                raise BundleError(f"{path} is not listed in the manifest", "remove it; a bundle holds nothing else")
+            present.add(relative)
+    for name, entry in listed.items():
+        if name not in present:
+            raise BundleError(f"{root / name} is missing", _DAMAGED)
+        size = (root / name).lstat().st_size
+        if size != entry["size"]:
+            raise BundleError(f"{root / name}: {size} bytes, but the manifest says {entry['size']}", _DAMAGED)
+
+
+def _read_plan(bundle: Bundle) -> Plan:
+    what = str(bundle.path / "plan.json")
+    data = fmt.parse(bundle.read("plan.json"), what)
+    fmt.validate(data, what, "plan")
+    try:
+        plan = Plan.from_json(known_fields(data))
+    except (TypeError, ValueError, KeyError) as error:
+        raise BundleError(f"{what}: {error}") from error
+    if plan.nodes != bundle.nodes:
+        raise BundleError(f"{what}: for {plan.nodes} nodes, but the manifest says {bundle.nodes}")
+    for module in plan.moe_modules():
+        moe = module.moe
+        assert moe is not None
+        unit, end = split_unit(moe.scheme), 0
+        for begin, stop in moe.splits:
+            if begin != end or stop <= begin or begin % unit:
+                raise BundleError(f"{what}: {module.name}: splits {list(moe.splits)} are not whole consecutive blocks")
+            end = stop
+        if end != moe.i_pad or len(moe.splits) != plan.nodes or moe.top_k > moe.experts:
+            raise BundleError(f"{what}: {module.name}: splits or top_k do not fit the layer")
+    return plan
+
+
+def known_fields(plan: dict[str, Any]) -> dict[str, Any]:
+    """Drop the fields of a later minor version, which Plan's constructors would not take."""
+    from dataclasses import fields
+
+    from ktc.plan.ir import LinearPlan, ModulePlan, MoePlan
+
+    def keep(data: dict[str, Any] | None, kind: Any) -> dict[str, Any] | None:
+        return data and {f.name: data[f.name] for f in fields(kind) if f.name in data}
+
+    modules = []
+    for raw in plan["modules"]:
+        module = keep(raw, ModulePlan)
+        assert module is not None
+        modules.append(
+            {**module, "moe": keep(module.get("moe"), MoePlan), "linear": keep(module.get("linear"), LinearPlan)}
+        )
+    out = keep(plan, Plan)
+    assert out is not None
+    return {**out, "modules": modules}
+
+
+def _check_kernels(bundle: Bundle) -> None:
+    for kernel in bundle.manifest["kernels"]:
+        entry = bundle.files.get(kernel["file"])
+        if entry is None or entry["sha256"] != kernel["sha256"] or entry["role"] != "kernel":
+            raise BundleError(f"{bundle.path / fmt.MANIFEST}: kernel {kernel['variant']} does not match its file")
+
+
+def _index_tensors(bundle: Bundle) -> None:
+    what = str(bundle.path / fmt.MANIFEST)
+    for entry in bundle.manifest["tensors"]:
+        name, file, offset, nbytes = entry["name"], entry["file"], entry["offset"], entry["nbytes"]
+        listed = bundle.files.get(file)
+        if listed is None or listed["role"] not in WEIGHT_ROLES:
+            raise BundleError(f"{what}: tensor {name} is in {file}, which is not a listed weight file")
+        shape = tuple(entry.get("shape", entry["logical_shape"]))
+        if offset + nbytes > listed["size"] or nbytes != ITEM_BYTES[entry["dtype"]] * math.prod(shape):
+            raise BundleError(f"{what}: tensor {name} does not fit its file or its shape")
+        key = (entry["node"], name)
+        if key in bundle.tensors:
+            raise BundleError(f"{what}: tensor {name} is listed twice")
+        bundle.tensors[key] = TensorRef(bundle.path / file, offset, nbytes, entry["dtype"], shape)

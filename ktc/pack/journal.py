@@ -1,0 +1,199 @@
+"""The work directory of a compile that may be killed at any moment and continued.
+
+`<out>.partial/` lies next to the output: `bundle/` is the bundle in the making, `journal.jsonl` says
+for which inputs it is made and which of its shards are finished, `lock` keeps a second compile out.
+A line of the journal is written after its shard has been synced and renamed, so a listed shard is
+whole; it is hashed again before it is trusted. Everything that is not listed is removed and redone.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ktc.errors import BundleError
+from ktc.pack.writer import FileDigest, disk_error, fsync_dir, hash_file
+
+JOURNAL_VERSION = 1
+
+
+def partial_dir(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
+def key_of(parts: dict[str, Any]) -> str:
+    """Hash of everything that the shards' bytes depend on."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+class Journal:
+    """Opens or starts the work directory of `out`. Use as a context manager: it holds a lock.
+
+    Args:
+        out: the bundle to be.
+        key: the named parts of the inputs (see `key_of`); a journal of other inputs is refused.
+        restart: throw away what an unfinished compile of *other* inputs left.
+        say: where a line about a resumed or discarded work directory goes.
+    Raises:
+        BundleError: the directory belongs to other inputs, or another process works on it.
+        DiskError: it cannot be created.
+    """
+
+    def __init__(
+        self, out: Path, key: dict[str, Any], restart: bool = False, say: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.root = partial_dir(out)
+        self.bundle = self.root / "bundle"
+        self.finished: dict[str, FileDigest] = {}
+        self.resumed = False
+        self._path = self.root / "journal.jsonl"
+        self._key, self._say = key, say
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise disk_error(error, self.root) from error
+        try:
+            self._take_lock()
+            self._open(restart)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise BundleError(
+                    f"another process is writing {self.root}", "wait for it, or choose another -o"
+                ) from error
+            # a file system without locks: go on unlocked
+
+    def _open(self, restart: bool) -> None:
+        lines = self._read()
+        if lines:
+            differs = _differences(lines[0].get("key", {}), self._key)
+            if differs and not restart:
+                raise BundleError(
+                    f"{self.root} holds an unfinished compile with another {' and '.join(differs)}",
+                    f"finish that one, choose another -o, or discard it with --force (or rm -r {self.root})",
+                )
+            if differs:
+                self._say(f"discarding the unfinished compile in {self.root}: other {' and '.join(differs)}")
+                lines = []
+        self._recheck(lines[1:])
+        self.resumed = bool(self.finished)
+        self._sweep()
+        self._rewrite()
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The journal's whole lines; a last line cut short by a kill is dropped."""
+        try:
+            raw = self._path.read_bytes()
+        except FileNotFoundError:
+            return []
+        lines: list[dict[str, Any]] = []
+        for line in raw.split(b"\n")[:-1]:
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                break
+            if not isinstance(entry, dict):
+                break
+            lines.append(entry)
+        if lines and lines[0].get("journal") != JOURNAL_VERSION:
+            return []
+        return lines
+
+    def _recheck(self, lines: list[dict[str, Any]]) -> None:
+        for entry in lines:
+            name, path = str(entry.get("file")), self.bundle / str(entry.get("file"))
+            expected = FileDigest(int(entry["size"]), str(entry["sha256"]))
+            if not path.is_file() or path.is_symlink() or path.stat().st_size != expected.size:
+                self._say(f"redoing {name}: it is missing or of another size")
+            elif hash_file(path) != expected:
+                self._say(f"redoing {name}: its bytes have changed")
+            else:
+                self.finished[name] = expected
+
+    def _sweep(self) -> None:
+        """Remove everything in the bundle that no journal line vouches for."""
+        if self.bundle.is_symlink() or self.bundle.is_file():
+            self.bundle.unlink()
+        for folder, dirs, names in os.walk(self.bundle, topdown=False):
+            for name in names:
+                path = Path(folder, name)
+                if path.relative_to(self.bundle).as_posix() not in self.finished:
+                    path.unlink()
+            for name in dirs:
+                path = Path(folder, name)
+                if path.is_symlink():
+                    path.unlink()
+                elif not any(path.iterdir()):
+                    path.rmdir()
+        self.bundle.mkdir(exist_ok=True)
+
+    def _rewrite(self) -> None:
+        tmp = self._path.with_suffix(".tmp")
+        header = {"journal": JOURNAL_VERSION, "key": self._key}
+        try:
+            with open(tmp, "w", encoding="utf-8") as file:
+                for entry in [header, *(_line(name, digest) for name, digest in self.finished.items())]:
+                    file.write(json.dumps(entry) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(tmp, self._path)
+            fsync_dir(self.root)
+            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (closed in close())
+        except OSError as error:
+            raise disk_error(error, self._path) from error
+
+    def add(self, name: str, digest: FileDigest) -> None:
+        """Record a finished shard (`name` relative to the bundle). Call from one thread at a time."""
+        try:
+            self._file.write(json.dumps(_line(name, digest)) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise disk_error(error, self._path) from error
+        self.finished[name] = digest
+
+    def close(self) -> None:
+        """Release the lock; what was finished stays for the next run."""
+        if not self._file.closed:
+            try:
+                self._file.close()
+            except OSError as error:
+                raise disk_error(error, self._path) from error
+            finally:
+                os.close(self._lock)
+
+    def discard(self) -> None:
+        """Remove the work directory (after the bundle has been moved out, or when nothing is worth keeping)."""
+        shutil.rmtree(self.root, ignore_errors=True)
+        self.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _line(name: str, digest: FileDigest) -> dict[str, Any]:
+    return {"file": name, "size": digest.size, "sha256": digest.sha256}
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))

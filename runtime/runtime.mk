@@ -1,0 +1,28 @@
+# Native runtime: quick in-place build (`make runtime`) and the sanitizer runs (`make asan`, `make tsan`).
+# The wheel is built by scikit-build-core from the same CMakeLists.txt.
+RUNTIME_PYTHON ?= $(firstword $(wildcard $(VIRTUAL_ENV)/bin/python) $(wildcard $(BIN)/python) $(PYTHON))
+RUNTIME_BUILD  := build/runtime
+RUNTIME_LIBS   := $(filter-out runtime/src/bindings%,$(wildcard runtime/src/*.cpp))
+
+.PHONY: runtime asan tsan
+
+runtime:
+	cmake -S . -B $(RUNTIME_BUILD) -DPython_EXECUTABLE=$(RUNTIME_PYTHON) -DCMAKE_BUILD_TYPE=Release > /dev/null
+	cmake --build $(RUNTIME_BUILD) --parallel $(or $(JOBS),2)
+	@for lib in $(RUNTIME_BUILD)/_runtime*.so; do \
+	  cp $$lib ktc/.$$(basename $$lib).new && mv -f ktc/.$$(basename $$lib).new ktc/$$(basename $$lib); done
+
+asan: build/stress-asan
+	ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=halt_on_error=1 $< $(STRESS_ARGS)
+
+tsan: build/stress-tsan
+	TSAN_OPTIONS=halt_on_error=1 $< $(STRESS_ARGS)
+
+build/stress-asan: SANITIZE := address,undefined
+build/stress-tsan: SANITIZE := thread
+build/stress-%: runtime/tests/stress.cpp tests/runtime/reference_lib.cpp $(RUNTIME_LIBS) $(wildcard runtime/src/*.h)
+	mkdir -p build
+	$(CXX) -std=c++17 -O1 -g -fPIC -shared -fsanitize=$(SANITIZE) -Iruntime/include \
+	  tests/runtime/reference_lib.cpp -o $@.lib.so
+	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -fsanitize=$(SANITIZE) -Iruntime/include -Iruntime/src \
+	  runtime/tests/stress.cpp $(RUNTIME_LIBS) -o $@ -pthread -ldl

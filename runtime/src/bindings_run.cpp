@@ -1,0 +1,7 @@
+#include "bindings.h"
+
+namespace ktc {
+
+void bind_run(pybind11::module_&) {}
+
+}  // namespace ktc

@@ -7,7 +7,7 @@ bundle as plan.json (`to_json` / `from_json` round-trip exactly).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from ktc.layout import Activation, DataType, MatrixLayout, QuantScheme, ScaleMode, intermediate_pad
@@ -110,8 +110,29 @@ class ModulePlan:
 
 
 @dataclass(frozen=True)
+class RuleUse:
+    """One recipe rule and what it did, so that a plan can be read without its recipe.
+
+    Attributes:
+        where: `rule 3 (int4.yaml:17)`.
+        match, replace: in the recipe's own words.
+        modules: modules that it decided; protected: Linear modules that it matched but had to leave alone.
+    """
+
+    where: str
+    match: str
+    replace: str
+    modules: int
+    protected: int
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The whole model. `modules` is in module-tree order and lists every module that owns parameters or is replaced."""
+    """The whole model. `modules` is in module-tree order and lists every module that owns parameters or is replaced.
+
+    A parameter in `tied` belongs to no module's `params`; where its module is a packed linear, the tiles are
+    made from the tensor that is stored.
+    """
 
     model_type: str
     architecture: str
@@ -119,6 +140,8 @@ class Plan:
     nodes: int
     modules: tuple[ModulePlan, ...]
     tied: dict[str, str] = field(default_factory=dict)  # tied parameter -> the one that is stored
+    recipe: str = ""
+    rules: tuple[RuleUse, ...] = ()
 
     def moe_modules(self) -> list[ModulePlan]:
         return [m for m in self.modules if m.moe is not None]
@@ -137,13 +160,21 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
+        """Inverse of `to_json`; fields that a later minor version added are ignored."""
         modules = []
         for m in data["modules"]:
-            m = dict(m)
+            m = _known(ModulePlan, m)
             if m.get("moe"):
-                m["moe"] = MoePlan(**{**m["moe"], "splits": tuple((int(a), int(b)) for a, b in m["moe"]["splits"])})
+                splits = tuple((int(a), int(b)) for a, b in m["moe"]["splits"])
+                m["moe"] = MoePlan(**{**_known(MoePlan, m["moe"]), "splits": splits})
             if m.get("linear"):
-                m["linear"] = LinearPlan(**m["linear"])
+                m["linear"] = LinearPlan(**_known(LinearPlan, m["linear"]))
             m["params"] = {k: (tuple(shape), dtype) for k, (shape, dtype) in m.get("params", {}).items()}
             modules.append(ModulePlan(**m))
-        return cls(**{**data, "modules": tuple(modules)})
+        rules = tuple(RuleUse(**_known(RuleUse, r)) for r in data.get("rules", ()))
+        return cls(**{**_known(cls, data), "modules": tuple(modules), "rules": rules})
+
+
+def _known(kind: type[Any], data: dict[str, Any]) -> dict[str, Any]:
+    names = {f.name for f in fields(kind)}
+    return {key: value for key, value in data.items() if key in names}

@@ -1,0 +1,276 @@
+"""Config and recipe -> `Plan`: one walk over the Hugging Face module tree on the meta device.
+
+Reads no weights. `verify` runs on every plan before it is returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ktc.errors import KtcError, RecipeError
+from ktc.layout import split_intermediate, split_unit
+from ktc.models.family import ExpertShape, Family
+from ktc.models.roles import role_of
+from ktc.plan.ir import LinearPlan, ModulePlan, MoePlan, Plan, RuleUse
+from ktc.plan.schemes import resolve
+from ktc.plan.verify import verify
+from ktc.recipe.model import Recipe, Rule
+
+if TYPE_CHECKING:
+    import torch
+
+    Module = torch.nn.Module
+
+PROTECTED_ROLES = ("protected_linear", "router")
+MIN_IMMEDIATE_EXPERTS = 2
+_WANTED_ROLE = {"moe": "moe", "mla": "mla", "embedding": "embedding"}
+
+
+def build_plan(config: Mapping[str, Any] | Any, recipe: Recipe, nodes: int = 1) -> Plan:
+    """Decide what every module of the model becomes.
+
+    Args:
+        config: raw config.json as a dict, or a transformers config object.
+        recipe: from `ktc.recipe`.
+        nodes: NUMA nodes that every expert is split over.
+    Raises:
+        UnsupportedModelError: not a model that ktc knows.
+        RecipeError: the recipe does not fit this model: a rule without a module, a group that does not
+            divide, an intermediate size that cannot be split over so many nodes, ...
+    """
+    from ktc.models.registry import family_for, hf_config, meta_model
+
+    if nodes < 1:
+        raise KtcError(f"{nodes} NUMA nodes: at least 1 is needed")
+    hf = hf_config(config) if isinstance(config, Mapping) else config
+    family = family_for(hf)
+    model = meta_model(hf)
+    builder = _Builder(family, family.shape(hf), recipe, nodes, dict(model.all_tied_weights_keys))
+    builder.visit("", model, "cpu", None)
+    builder.check_rules()
+    plan = Plan(
+        model_type=family.model_type,
+        architecture=type(model).__name__,
+        layers=int(hf.num_hidden_layers),
+        nodes=nodes,
+        modules=tuple(builder.modules),
+        tied=builder.tied,
+        recipe=recipe.name,
+        rules=tuple(builder.rule_use(rule) for rule in recipe.rules),
+    )
+    verify(plan, {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()})
+    return plan
+
+
+class _Builder:
+    """State of one walk.
+
+    Attributes:
+        decided, protected, shadowed: per rule, the modules that it decided, that it matched but had to
+            leave alone, and that it matched after an earlier rule had decided.
+    """
+
+    def __init__(self, family: Family, shape: ExpertShape, recipe: Recipe, nodes: int, tied: dict[str, str]) -> None:
+        self.family, self.shape, self.recipe, self.nodes, self.tied = family, shape, recipe, nodes, tied
+        self.modules: list[ModulePlan] = []
+        self.decided: dict[int, list[str]] = {rule.index: [] for rule in recipe.rules}
+        self.protected: dict[int, list[str]] = {rule.index: [] for rule in recipe.rules}
+        self.shadowed: dict[int, set[int]] = {rule.index: set() for rule in recipe.rules}
+
+    def visit(self, name: str, module: Module, device: str, kept_by: Rule | None) -> None:
+        """Plan `module` and everything under it.
+
+        Args:
+            device: of the parent; a rule's own `device` replaces it for the whole subtree.
+            kept_by: the `recursive: false` rule above, under which nothing is matched.
+        """
+        role = role_of(self.family, name, module)
+        hf_class = f"{type(module).__module__}.{type(module).__qualname__}"
+        rule, note = (kept_by, "") if kept_by is not None else self._match(name, hf_class, role)
+        if rule is not None and kept_by is None and rule.device is not None:
+            device = rule.device
+        own = ModulePlan(
+            name=name,
+            hf_class=hf_class,
+            role=role,
+            operator="hf",
+            device=device,
+            rule=None if rule is None else rule.index,
+            nbytes=0,
+            note=note,
+        )
+        skipped: set[str] = set()
+        if rule is None or kept_by is not None or rule.operator == "hf":
+            planned = self._keep(own, module)
+        elif rule.operator == "linear":
+            planned = self._linear(own, module, rule)
+        elif rule.operator == "moe":
+            planned, skipped = self._moe(own, module, rule)
+        else:
+            planned = self._keep(replace(own, operator=rule.operator), module)
+        if planned.params or planned.operator != "hf" or planned.note:
+            self.modules.append(planned)
+        for child_name, child in module.named_children():
+            if child_name not in skipped:
+                stop = rule if kept_by is not None or (rule is not None and not rule.recursive) else None
+                self.visit(f"{name}.{child_name}" if name else child_name, child, device, stop)
+
+    def _match(self, name: str, hf_class: str, role: str) -> tuple[Rule | None, str]:
+        """The rule that decides this module, or None and why a rule that matched must not."""
+        matching = [rule for rule in self.recipe.rules if rule.match(name, hf_class, role)]
+        if not matching:
+            return None, ""
+        first = matching[0]
+        for later in matching[1:]:
+            self.shadowed[later.index].add(first.index)
+        if first.operator == "linear" and role in PROTECTED_ROLES:
+            self.protected[first.index].append(name)
+            return None, f"protected: kept as it is although {self.recipe.where(first)} matches it"
+        self._check_kind(first, name, hf_class, role)
+        self.decided[first.index].append(name)
+        return first, ""
+
+    def _check_kind(self, rule: Rule, name: str, hf_class: str, role: str) -> None:
+        """A rule may only put an operator where it computes the same thing."""
+        where, short = self.recipe.where(rule), hf_class.rpartition(".")[2]
+        if rule.operator == "linear" and role not in ("linear", "lm_head"):
+            raise RecipeError(
+                f"{where}: ktc.Linear replaces torch.nn.Linear, but the rule also matches"
+                f" {name or 'the model'} ({short})",
+                "add class: torch.nn.Linear to the rule's match",
+            )
+        wanted = _WANTED_ROLE.get(rule.operator)
+        if wanted is not None and role != wanted:
+            hint = f"match role: {wanted} instead"
+            if rule.operator == "mla" and not self.family.mla:
+                hint = f"{self.family.model_type} has no latent attention: match role: mla with optional: true"
+            raise RecipeError(
+                f"{where}: {rule.replace_class} cannot replace {name or 'the model'} ({short}, role {role})", hint
+            )
+
+    def _keep(self, own: ModulePlan, module: Module) -> ModulePlan:
+        """The module's own weights stay as they are."""
+        prefix = f"{own.name}." if own.name else ""
+        params: dict[str, tuple[tuple[int, ...], str]] = {}
+        nbytes, notes = 0, [own.note] if own.note else []
+        for key, tensor in _own_tensors(module):
+            if prefix + key in self.tied:
+                notes.append(f"tied to {self.tied[prefix + key]}")
+                continue
+            params[key] = (tuple(tensor.shape), _dtype_name(tensor.dtype))
+            nbytes += tensor.numel() * tensor.element_size()
+        return replace(own, params=params, nbytes=nbytes, note="; ".join(notes))
+
+    def _linear(self, own: ModulePlan, module: Module, rule: Rule) -> ModulePlan:
+        assert rule.scheme is not None
+        hf: Any = module
+        n, k, bias = hf.out_features, hf.in_features, hf.bias is not None
+        scheme, note = resolve(rule.scheme, [("input size", k)], self.recipe.where(rule), own.name)
+        linear = LinearPlan(n, k, bias, scheme.data_type, scheme.scale, scheme.group)
+        source = self.tied.get(f"{own.name}.weight")
+        notes = [note] if note else []
+        if source is not None:
+            notes.append(f"packed copy of {source}, to which it is tied")
+        nbytes = linear.layout.nbytes + (4 * linear.layout.n_pad if bias else 0)
+        return replace(own, operator="linear", linear=linear, nbytes=nbytes, note="; ".join(notes))
+
+    def _moe(self, own: ModulePlan, module: Module, rule: Rule) -> tuple[ModulePlan, set[str]]:
+        """The MoE block, and the names of the children that it swallows (the container of experts)."""
+        assert rule.scheme is not None
+        shape, where = self.shape, self.recipe.where(rule)
+        columns = [("hidden size", shape.hidden), ("intermediate size", shape.intermediate)]
+        scheme, note = resolve(rule.scheme, columns, where, own.name)
+        try:
+            splits = split_intermediate(shape.intermediate, self.nodes, split_unit(scheme))
+        except ValueError as error:
+            smaller = f", or a smaller group than {scheme.group}" if scheme.group > 64 else ""
+            raise RecipeError(
+                f"{where}: {own.name}: {error}", f"choose another node count with --nodes{smaller}"
+            ) from error
+        moe = MoePlan(
+            experts=shape.experts,
+            top_k=shape.top_k,
+            hidden=shape.hidden,
+            intermediate=shape.intermediate,
+            activation=shape.activation,
+            alpha=shape.alpha,
+            limit=shape.limit,
+            bias=shape.bias,
+            data_type=scheme.data_type,
+            scale=scheme.scale,
+            group=scheme.group,
+            backend=rule.backend,
+            n_deferred_experts=self._deferred(rule, own.name),
+            splits=tuple(splits),
+        )
+        containers = {n for n, c in module.named_children() if role_of(self.family, f"{own.name}.{n}", c) == "experts"}
+        kept = self._keep(replace(own, operator="moe", moe=moe, note=note), module)
+        return kept, containers
+
+    def _deferred(self, rule: Rule, name: str) -> Any:
+        n, top_k = rule.n_deferred_experts, self.shape.top_k
+        if n == "auto" or n == 0 or top_k - int(n) >= MIN_IMMEDIATE_EXPERTS:
+            return n
+        most = max(0, top_k - MIN_IMMEDIATE_EXPERTS)
+        raise RecipeError(
+            f"{self.recipe.where(rule)}: {name}: n_deferred_experts: {n} of {top_k} experts per token would leave"
+            f" {max(0, top_k - int(n))} immediate; at least {MIN_IMMEDIATE_EXPERTS} must stay",
+            f"use n_deferred_experts: {most} or fewer, or auto",
+        )
+
+    def check_rules(self) -> None:
+        """Every rule must have decided something (failure C7: a rule that silently does nothing)."""
+        for rule in self.recipe.rules:
+            where = self.recipe.where(rule)
+            if self.decided[rule.index]:
+                continue
+            if self.protected[rule.index]:
+                names = self.protected[rule.index]
+                raise RecipeError(
+                    f"{where}: matches only protected modules, such as {names[0]} ({len(names)} in all)",
+                    "ktc.Linear must leave them alone: their weights are read by another operator; remove the rule",
+                )
+            if rule.optional:
+                continue
+            if earlier := self.shadowed[rule.index]:
+                first = self.recipe.where(self.recipe.rules[min(earlier)])
+                raise RecipeError(
+                    f"{where}: decides no module: {first} already took everything that it matches",
+                    "the first match wins: move the rule up, or remove it",
+                )
+            raise RecipeError(
+                f"{where}: matches no module of this {self.family.model_type} model: {rule.match}",
+                f"{self._nearest(rule)}mark the rule optional: true if that is expected",
+            )
+
+    def _nearest(self, rule: Rule) -> str:
+        """For a class that is not in the model: what the class of that role is called here."""
+        if rule.operator == "moe" and rule.match.cls is not None:
+            return f"the MoE block of this family is {self.family.moe_class}; "
+        return ""
+
+    def rule_use(self, rule: Rule) -> RuleUse:
+        return RuleUse(
+            where=self.recipe.where(rule),
+            match=str(rule.match),
+            replace=rule.replace_class,
+            modules=len(self.decided[rule.index]),
+            protected=len(self.protected[rule.index]),
+        )
+
+
+def _own_tensors(module: Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers of the module itself: what a checkpoint holds for it."""
+    persistent = [
+        (name, buffer)
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
+    return [*module.named_parameters(recurse=False, remove_duplicate=False), *persistent]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)

@@ -7,7 +7,7 @@ from ktc.models.family import Config, ExpertShape, Family
 
 
 def shape(config: Config) -> ExpertShape:
-    # Released configs say num_experts, files saved by transformers 5 say num_local_experts: the config object maps both.
+    # Released configs say num_experts, files saved by transformers 5 num_local_experts: the config object maps both.
     return ExpertShape(config.num_experts, config.num_experts_per_tok, config.hidden_size, config.moe_intermediate_size)
 
 

@@ -1,0 +1,24 @@
+"""Fixtures that every test may use. Kept small: checkpoints are built by tests/tiny.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_checkpoint(family, fmt=..., ...) -> Path`: see tests.tiny.make_tiny. Built once a session; read only."""
+    from tests.tiny import make_tiny
+
+    built: dict[str, Path] = {}
+
+    def get(family: str, **options: object) -> Path:
+        key = repr((family, sorted(options.items())))
+        if key not in built:
+            built[key] = make_tiny(family, tmp_path_factory.mktemp(family) / family, **options)  # type: ignore[arg-type]
+        return built[key]
+
+    return get

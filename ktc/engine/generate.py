@@ -26,12 +26,17 @@ PREFILL_CHUNK = 512
 
 @dataclass(frozen=True)
 class Timings:
-    """Tokens and seconds of the two phases. `prompt_cached` tokens were in the cache and cost nothing."""
+    """Tokens and seconds of the two phases.
+
+    `prompt_cached` tokens were in the cache and cost nothing; `decode_steps` are the model's runs after the prompt
+    (the first token comes from the prompt's logits, and the last one is not run).
+    """
 
     prompt_tokens: int
     prompt_cached: int
     prompt_seconds: float
     decode_tokens: int
+    decode_steps: int
     decode_seconds: float
 
     @property
@@ -40,7 +45,7 @@ class Timings:
 
     @property
     def decode_rate(self) -> float:
-        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        return self.decode_steps / self.decode_seconds if self.decode_seconds else 0.0
 
     def line(self) -> str:
         cached = f" ({self.prompt_cached} cached)" if self.prompt_cached else ""
@@ -150,6 +155,7 @@ class TextGenerator:
                     on_text(text)
 
         ids: list[int] = []
+        steps = 0
         reason: FinishReason = "length"
         with interruptible() as interrupted:
             started = time.perf_counter()
@@ -177,13 +183,14 @@ class TextGenerator:
                 if max_tokens is not None and len(ids) >= max_tokens:
                     continue  # the next step's logits are not needed
                 logits = self._step([token])
+                steps += 1
             ended = time.perf_counter()
         if matcher.hit is None:
             show(matcher.add(detokenizer.finish()))
             show(matcher.finish())
             if matcher.hit is not None:
                 reason = "stop"
-        timings = Timings(len(prompt), reused, prefilled - started, len(ids), ended - prefilled)
+        timings = Timings(len(prompt), reused, prefilled - started, len(ids), steps, ended - prefilled)
         return Generation("".join(pieces), ids, reason, timings, None if sampler.options.greedy else sampler.seed)
 
     def _check(self, prompt: list[int]) -> None:

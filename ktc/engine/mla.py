@@ -51,6 +51,17 @@ class KtcMLAAttention(nn.Module):
     `absorb()` and then dropped.
     """
 
+    q_proj: Any
+    q_a_proj: Any
+    q_a_layernorm: Any
+    q_b_proj: Any
+    kv_a_proj_with_mqa: Any
+    kv_a_layernorm: Any
+    o_proj: Any
+    kv_b_proj: Any
+    w_uk: Tensor  # [A, dn, R]
+    w_uv: Tensor  # [A, R, dv]
+
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
         original: Any = attention
@@ -66,9 +77,7 @@ class KtcMLAAttention(nn.Module):
         self.pairs: bool = bool(getattr(self.config, "rope_interleave", True))
         for name in _CHILDREN:
             setattr(self, name, getattr(original, name, None))
-        self.kv_b_proj: nn.Module | None = original.kv_b_proj
-        self.w_uk: Tensor  # [A, dn, R]
-        self.w_uv: Tensor  # [A, R, dv]
+        self.kv_b_proj = original.kv_b_proj
         self.register_buffer("w_uk", None, persistent=False)
         self.register_buffer("w_uv", None, persistent=False)
 
@@ -76,8 +85,7 @@ class KtcMLAAttention(nn.Module):
         """Split `kv_b_proj` [A * (dn + dv), R] into W_UK and W_UV (fp32) and drop it. Call once, after loading."""
         if self.kv_b_proj is None:
             return
-        weight: Any = self.kv_b_proj.weight
-        split = weight.detach().to(torch.float32).view(self.heads, self.nope + self.value, self.rank)
+        split = self.kv_b_proj.weight.detach().to(torch.float32).view(self.heads, self.nope + self.value, self.rank)
         self.w_uk = split[:, : self.nope].contiguous()
         self.w_uv = split[:, self.nope :].transpose(1, 2).contiguous()
         self.kv_b_proj = None
@@ -102,8 +110,8 @@ class KtcMLAAttention(nn.Module):
         cache = past_key_values if cache is None else cache
         batch, new = hidden_states.shape[:2]
         query = self._query(hidden_states).view(batch, new, self.heads, self.nope + self.rope).transpose(1, 2)
-        q_nope, q_rope = query.split([self.nope, self.rope], dim=-1)
-        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split([self.rank, self.rope], dim=-1)
+        q_nope, q_rope = torch.split(query, [self.nope, self.rope], dim=-1)
+        latent, k_rope = torch.split(self.kv_a_proj_with_mqa(hidden_states), [self.rank, self.rope], dim=-1)
         latent = self.kv_a_layernorm(latent).view(batch, 1, new, self.rank)
         k_rope = k_rope.reshape(batch, 1, new, self.rope)
         q_rope, k_rope = self._rotate(q_rope, k_rope, position_embeddings)
@@ -114,8 +122,10 @@ class KtcMLAAttention(nn.Module):
 
     def _query(self, hidden_states: Tensor) -> Tensor:
         if self.q_proj is not None:
-            return self.q_proj(hidden_states)  # type: ignore[no-any-return]
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))  # type: ignore[no-any-return]
+            direct: Tensor = self.q_proj(hidden_states)
+            return direct
+        out: Tensor = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+        return out
 
     def _rotate(self, q: Tensor, k: Tensor, position: Tensor | tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         if position is None:

@@ -72,10 +72,10 @@ class SamplingOptions:
 
 def probabilities(logits: NDArray[np.float32], options: SamplingOptions) -> NDArray[np.float64]:
     """Filtered and normalised probabilities [V] of logits [V]. Not for greedy options."""
-    x = logits.astype(np.float64) / options.temperature
+    x: NDArray[np.float64] = logits.astype(np.float64) / options.temperature
     if 0 < options.top_k < x.size:
         x = np.where(x < np.partition(x, -options.top_k)[-options.top_k], -np.inf, x)
-    p = np.exp(x - x.max())
+    p: NDArray[np.float64] = np.exp(x - x.max())
     p /= p.sum()
     if options.top_p < 1:
         order = np.argsort(-p, kind="stable")

@@ -1,0 +1,234 @@
+"""`ktc run`: complete a prompt, or chat, from a bundle. Text on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ktc.cli.engine_options import engine_options, load_model
+from ktc.errors import KtcError
+
+if TYPE_CHECKING:
+    from ktc.engine.generate import Generation, TextGenerator
+
+EXIT_INTERRUPTED = 130
+_HELP = "/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+@click.command("run")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option("-p", "--prompt", metavar="TEXT", help="Complete this text.")
+@click.option("-f", "--file", "file", type=click.Path(path_type=Path), help="Complete the text of a file; - is stdin.")
+@click.option("--chat", is_flag=True, help="Send the prompt through the chat template as a user's message.")
+@click.option("--system", metavar="TEXT", help="System message of a chat.")
+@click.option("--max-tokens", type=click.IntRange(min=0), help="New tokens at most; default: 512 (chat: no limit).")
+@click.option("--temperature", type=float, help="0 is greedy; default: the model's own, else 0.8.")
+@click.option("--top-p", type=float, help="Default: the model's own, else 0.95.")
+@click.option("--top-k", type=int, help="0 keeps all tokens.")
+@click.option("--min-p", type=float, help="Drop tokens less likely than this times the likeliest.")
+@click.option("--seed", type=int, help="The same seed gives the same text.")
+@click.option("--greedy", is_flag=True, help="Always take the likeliest token.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@engine_options
+def command(
+    bundle: Path,
+    prompt: str | None,
+    file: Path | None,
+    chat: bool,
+    system: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    seed: int | None,
+    greedy: bool,
+    stop: tuple[str, ...],
+    as_json: bool,
+    verbose: int,
+    **options: Any,
+) -> int:
+    """Generate text from BUNDLE.
+
+    With -p, -f or piped input the text is completed. On a terminal without a prompt: a chat if the model has a chat
+    template, else line by line completion.
+    """
+    if prompt is not None and file is not None:
+        raise click.UsageError("give either --prompt or --file")
+    text = _prompt(prompt, file)
+    if text is not None and not text:
+        raise KtcError("the prompt is empty", "give some text with -p, -f or on stdin")
+    if text is None and as_json:
+        raise click.UsageError("--json needs a prompt: -p, -f or stdin")
+
+    from ktc.engine.sampling import SamplingOptions
+
+    given: dict[str, Any] = {
+        "temperature": 0.0 if greedy else temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+    }
+    SamplingOptions.from_config(None, **given)  # complain before the weights are read
+    model = load_model(bundle, verbose, **options)
+    from ktc.engine.chat import has_chat_template, load_tokenizer
+    from ktc.engine.generate import TextGenerator
+
+    tokenizer = load_tokenizer(Path(model.ktc_report.bundle) / "model")
+    settings = {
+        "sampling": SamplingOptions.from_config(model.generation_config, **given),
+        "stop": stop,
+        "max_tokens": max_tokens,
+    }
+    generator = TextGenerator(model, tokenizer)
+    try:
+        if text is not None:
+            return _once(generator, text, chat, system, as_json, settings)
+        if has_chat_template(tokenizer):
+            _converse(generator, system, settings)
+        else:
+            _complete_lines(generator, settings)
+        return 0
+    finally:
+        if verbose:
+            _print_kernels(model)
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str | None:
+    """The text to complete; None = talk to the user on the terminal."""
+    if prompt is not None:
+        return prompt
+    if file is None and sys.stdin.isatty():
+        return None
+    try:
+        data = sys.stdin.buffer.read() if file is None or str(file) == "-" else file.read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise KtcError(f"cannot read the prompt: {error}") from error
+    except UnicodeDecodeError as error:
+        raise KtcError(f"the prompt is not UTF-8: byte {error.start}", "convert it with iconv") from error
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _once(
+    generator: TextGenerator, text: str, chat: bool, system: str | None, as_json: bool, settings: dict[str, Any]
+) -> int:
+    from ktc.engine.chat import encode_chat, encode_text
+
+    if chat or system is not None:
+        ids = encode_chat(generator.tokenizer, [*_system(system), {"role": "user", "content": text}])
+    else:
+        ids = encode_text(generator.tokenizer, text)
+    if settings["max_tokens"] is None:
+        settings["max_tokens"] = 512
+    out = generator.generate(ids, on_text=None if as_json else _write, **settings)
+    if as_json:
+        print(json.dumps(out.to_json(), ensure_ascii=False))
+    elif not out.text.endswith("\n"):
+        _write("\n")
+    _say(out)
+    return EXIT_INTERRUPTED if out.finish_reason == "interrupted" else 0
+
+
+def _say(out: Generation) -> None:
+    why = {
+        "stop": "",
+        "length": "; stopped at --max-tokens",
+        "context_full": "; context full",
+        "interrupted": "; interrupted",
+    }[out.finish_reason]
+    seed = "" if out.seed is None else f"; seed {out.seed}"
+    print(f"{out.timings.line()}{seed}{why}", file=sys.stderr)
+
+
+def _system(system: str | None) -> list[dict[str, str]]:
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+def _converse(generator: TextGenerator, system: str | None, settings: dict[str, Any]) -> None:
+    """Multi-turn chat on the terminal."""
+    from ktc.engine.chat import encode_chat
+
+    print(_HELP, file=sys.stderr)
+    messages = _system(system)
+    while (line := _ask("> ")) is not None:
+        if line == "/reset":
+            messages = _system(system)
+            generator.reset()
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            out = generator.generate(encode_chat(generator.tokenizer, messages), on_text=_write, **settings)
+        except KtcError as error:  # a full context or a template's complaint must not end the program
+            messages.pop()
+            print(f"ktc: {error}", file=sys.stderr)
+            continue
+        except KeyboardInterrupt:  # a second Ctrl-C, in the middle of a step
+            messages.pop()
+            print("\ninterrupted", file=sys.stderr)
+            continue
+        messages.append({"role": "assistant", "content": out.text})
+        _write("\n")
+        _say(out)
+
+
+def _complete_lines(generator: TextGenerator, settings: dict[str, Any]) -> None:
+    """The model has no chat template: complete each line on its own."""
+    from ktc.engine.chat import encode_text
+
+    print("this model has no chat template; each line is completed. /quit or Ctrl-D ends", file=sys.stderr)
+    if settings["max_tokens"] is None:
+        settings["max_tokens"] = 512
+    while (line := _ask("> ")) is not None:
+        if line == "/reset":
+            generator.reset()
+            continue
+        try:
+            out = generator.generate(encode_text(generator.tokenizer, line), on_text=_write, **settings)
+        except KtcError as error:
+            print(f"ktc: {error}", file=sys.stderr)
+            continue
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            continue
+        _write("\n")
+        _say(out)
+
+
+def _ask(mark: str) -> str | None:
+    """The next non-empty line, or None at the end. Ctrl-C clears the line."""
+    while True:
+        try:
+            line = input(mark).strip()
+        except EOFError:
+            print(file=sys.stderr)
+            return None
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            continue
+        if line in ("/quit", "/exit"):
+            return None
+        if line in ("/help", "/?"):
+            print(_HELP, file=sys.stderr)
+        elif line:
+            return line
+
+
+def _print_kernels(model: Any) -> None:
+    from ktc.engine.report import kernels_in_use
+
+    calls = kernels_in_use(model)
+    if calls:
+        print("kernels used:", file=sys.stderr)
+        for name, count in sorted(calls.items(), key=lambda item: -item[1]):
+            print(f"  {count:>9}  {name}", file=sys.stderr)

@@ -1,0 +1,131 @@
+"""`ktc.load`: a bundle becomes a Hugging Face `PreTrainedModel` that runs on ktc's kernels.
+
+In this order: the bundle is opened and judged (nothing of it is loaded before that), the model is built
+on the meta device and its modules are replaced by the plan, weights are read once into huge pages, and
+what is left is checked and reported. Not here: generating text (generate.py).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktc.engine import pool as pools
+from ktc.errors import BundleError, KtcError
+from ktc.progress import Progress
+
+if TYPE_CHECKING:
+    from ktc.bundle.reader import Bundle
+
+
+def load(
+    bundle: str | Path,
+    *,
+    threads: int | None = None,
+    variant: str | None = None,
+    force_kernel: str = "",
+    emulate_nodes: bool = False,
+    strict: bool = False,
+    trust_sha256: Sequence[str] = (),
+    check_memory: bool = True,
+) -> Any:
+    """Load a bundle.
+
+    Args:
+        bundle: its directory.
+        threads: of the native pool; None = the CPUs that this process may use.
+        variant: kernel variant ("amx", "avx512", "avx2", "portable", "emulated"); None = the best one here.
+        force_kernel: part of a kernel's name to use whatever the token count, e.g. "avx512".
+        emulate_nodes: run a bundle that is split over more NUMA nodes than this machine has.
+        strict: fail rather than run on anything worse than the best this machine can do (failure M6).
+        trust_sha256: kernel libraries in the bundle that the user vouches for.
+        check_memory: refuse up front what does not fit in memory.
+    Returns:
+        A `PreTrainedModel` in eval mode, computing in fp32; its `ktc_report` is a `LoadReport`.
+    Raises:
+        BundleError: damaged, untrusted, not for this machine; BuildError: no kernel library can be had;
+        KtcError: not enough memory, or `strict` and degraded.
+    """
+    started = time.perf_counter()
+    opened, degraded = _open(bundle, emulate_nodes)
+    from ktc import _runtime
+
+    placement = pools.place(_runtime.numa_nodes(), opened.plan.nodes, threads, emulate_nodes)
+    lib, choice = _kernels(opened, variant, trust_sha256)
+    degraded += choice
+    pool = pools.get_pool(placement)
+    degraded += pool.warnings()
+    model, store = _build(opened, lib, pool, force_kernel, check_memory)
+
+    from ktc.engine.report import LoadReport, describe
+
+    report = LoadReport(str(opened.path), lib.variant, force_kernel, [len(n) for n in placement])
+    report.weight_bytes, report.huge_bytes = store.nbytes, store.huge_bytes()
+    report.layers = describe(model, opened.plan, lib)
+    report.seconds = time.perf_counter() - started
+    report.degraded = degraded
+    if strict and degraded:
+        raise KtcError("strict: " + "; ".join(degraded), "leave out --strict to run all the same")
+    model.ktc_report = report
+    model.ktc_store = store  # native operators point into its buffers
+    model.ktc_plan = opened.plan
+    return model
+
+
+def _open(path: str | Path, emulate_nodes: bool) -> tuple[Bundle, list[str]]:
+    """The opened bundle and what its verdict finds slower than it could be."""
+    from ktc.bundle import open_bundle, verdict
+
+    opened = open_bundle(path)
+    degraded = []
+    for part in verdict(opened).parts:
+        if part.level == "OPTIMAL" or (part.name == "topology" and emulate_nodes):
+            continue
+        if part.level in ("UNSUPPORTED", "NEEDS_REPACK"):
+            raise BundleError(f"{opened.path}: {part.level}: {part.reason}", part.fix or None)
+        degraded.append(part.reason)
+    return opened, degraded
+
+
+def _kernels(bundle: Bundle, variant: str | None, trust_sha256: Sequence[str]) -> tuple[Any, list[str]]:
+    """The kernel library, and a reason if it is not the best variant for this CPU."""
+    from ktc import _runtime
+    from ktc.bundle import kernel_for_host
+    from ktc.errors import BuildError
+
+    path = kernel_for_host(bundle, variant, trust_sha256)
+    try:
+        return _runtime.KernelLib(str(path)), []
+    except RuntimeError as error:
+        raise BuildError(f"kernel library {path}: {error}") from error
+
+
+def _build(bundle: Bundle, lib: Any, pool: Any, force_kernel: str, check_memory: bool) -> tuple[Any, Any]:
+    import torch
+
+    from ktc.engine import build
+    from ktc.engine.weights import WeightStore
+    from ktc.engine.weights import check_memory as refuse_too_large
+    from ktc.models.registry import family_for, hf_config, meta_model
+
+    config = hf_config(json.loads(bundle.read("model/config.json")))
+    family = family_for(config)
+    model = meta_model(config)
+    build.replace_modules(model, bundle.plan, family)
+    weights = {key: ref for key, ref in bundle.tensors.items() if "/goldens" not in str(ref.file)}
+    total = sum(ref.nbytes for ref in weights.values())
+    if check_memory:
+        refuse_too_large(total)
+    with Progress("load weights", total, "B") as progress:
+        store = WeightStore(bundle, pool, progress)
+        build.fill(model, bundle.plan, store, lib, pool, force_kernel)
+    model.config.dtype = torch.float32
+    model.register_forward_pre_hook(pools.LaneThreads(pool.threads), with_kwargs=True)
+    if "model/generation_config.json" in bundle.files:
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_dict(json.loads(bundle.read("model/generation_config.json")))
+    return model.eval(), store

@@ -1,0 +1,107 @@
+"""The process's thread pool, and how it shares the CPUs with torch's own threads.
+
+Experts and packed linears run on one native pool. What remains on torch (norms, rope, attention scores,
+modules no rule matched) uses OpenMP threads, and OpenMP threads that spin after a parallel region take the
+CPU from our workers. So: while decoding (few rows) torch runs on one thread, whose work is tiny; in
+prefill it gets as many threads as the pool; and OpenMP is told to sleep, not spin, between regions
+(`quiet_openmp`, which must run before torch is imported: the command line does).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+from ktc.errors import KtcError
+
+DECODE_ROWS = 16
+"""Up to this many tokens a forward counts as decoding: torch stays on one thread."""
+
+_pools: weakref.WeakValueDictionary[tuple[tuple[int, ...], ...], Any] = weakref.WeakValueDictionary()
+
+
+def quiet_openmp() -> None:
+    """Make OpenMP workers sleep between parallel regions. Only has an effect before torch is imported."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("KMP_BLOCKTIME", "0")
+
+
+def cpu_quota() -> float | None:
+    """CPUs that the control group grants (cgroup v2 `cpu.max`), or None. More threads than that only get throttled."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def usable_threads(nodes: list[list[int]]) -> int:
+    """The default number of threads: the CPUs of `nodes`, within the control group's quota."""
+    cpus = sum(len(n) for n in nodes)
+    quota = cpu_quota()
+    return max(1, min(cpus, math.ceil(quota)) if quota else cpus)
+
+
+def place(host: list[list[int]], nodes: int, threads: int | None, emulate: bool = False) -> list[list[int]]:
+    """CPU ids for each of the bundle's `nodes`.
+
+    Args:
+        host: usable CPUs per NUMA node of this machine.
+        nodes: nodes that the bundle is split over.
+        threads: in all; None = usable CPUs. Fewer threads than nodes still give each node one.
+        emulate: allow more nodes than the machine has: its CPUs are dealt out to them in turn.
+    Raises:
+        KtcError: nodes that the machine does not have, without `emulate`.
+    """
+    if threads is not None and threads < 1:
+        raise KtcError(f"threads must be at least 1, not {threads}")
+    if not emulate and nodes not in (1, len(host)):
+        raise KtcError(
+            f"the bundle is split over {nodes} NUMA nodes and this machine has {len(host)}",
+            f"`ktc repack` moves it to {len(host)}; --emulate-nodes runs it as it is, slower",
+        )
+    everything = [cpu for node in host for cpu in node]
+    count = usable_threads(host) if threads is None else threads
+    if nodes == len(host) and not emulate:
+        groups = host
+    elif nodes == 1:
+        groups = [everything]
+    else:
+        groups = [everything[i::nodes] or [everything[i % len(everything)]] for i in range(nodes)]
+    shares = [max(1, count // nodes + (i < count % nodes)) for i in range(nodes)]
+    return [[group[i % len(group)] for i in range(share)] for group, share in zip(groups, shares, strict=True)]
+
+
+def get_pool(nodes: list[list[int]]) -> Any:
+    """The native pool for this placement; models with the same placement share it. Never two that both work."""
+    from ktc import _runtime
+
+    key = tuple(tuple(n) for n in nodes)
+    pool = _pools.get(key)
+    if pool is None:
+        cpus = [cpu for node in nodes for cpu in node]
+        # Several workers on one CPU (emulated nodes, more threads than CPUs) must not be pinned on top of each other.
+        pool = _runtime.Pool(nodes, pin=len(set(cpus)) == len(cpus))
+        _pools[key] = pool
+    return pool
+
+
+class LaneThreads:
+    """Forward pre-hook of a model: torch's thread count for this many tokens (see the top of this file)."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+
+    def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
+        import torch
+
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is None:
+            ids = kwargs.get("inputs_embeds")
+        rows = ids.shape[0] * ids.shape[1] if ids is not None else DECODE_ROWS + 1
+        wanted = 1 if rows <= DECODE_ROWS else self.threads
+        if torch.get_num_threads() != wanted:
+            torch.set_num_threads(wanted)

@@ -1,0 +1,207 @@
+"""The oracle: packed modules computed in plain torch, from the unpacked weights and quantised activations.
+
+For tests. int8 and int4 kernels must equal it up to fp32 rounding, because integer products are exact;
+bf16 and fp32 modules use the unpacked weights and unquantised activations. Slow on purpose: one
+expert at a time, no blocking, no threads.
+Letters: M rows, N outputs, K columns, T tokens, E experts, H hidden, I intermediate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ktc.engine.linear import KtcLinear
+from ktc.engine.moe import KtcFusedMoE
+from ktc.layout import MatrixLayout
+from ktc.plan.ir import MoePlan
+
+
+def unpack(layout: MatrixLayout, tiles: int, scale: int = 0, mult: int = 0) -> Tensor:
+    """Dequantised W [n_pad, k_pad] fp32 in stored row order; arguments are addresses."""
+    from ktc import _runtime
+
+    out = np.empty((layout.n_pad, layout.k_pad), np.float32)
+    s = layout.scheme
+    _runtime.unpack_matrix(
+        tiles, scale, mult, layout.n_pad, layout.k_pad, s.data_type, s.scale, s.group, out.ctypes.data
+    )
+    return torch.from_numpy(out)
+
+
+def quantise_rows(x: Tensor, amax: Tensor | None = None) -> Tensor:
+    """x [M, K] rounded as the integer kernels round activations (abi.h), and back to fp32.
+
+    Args:
+        amax: known largest magnitude per row [M] (the whole row's, where x is one node's slice).
+    """
+    a = x.abs().amax(dim=1) if amax is None else amax
+    inverse = torch.where(a > 0, 127.0 / a, torch.zeros_like(a))
+    q = torch.clamp(torch.round(x * inverse[:, None]), -127, 127)
+    return q * (a / 127.0)[:, None]
+
+
+def activate(plan: MoePlan, gate: Tensor, up: Tensor) -> Tensor:
+    """The gated activation of abi.h."""
+    if plan.activation == "silu_mul":
+        return nn.functional.silu(gate) * up
+    gate, up = gate.clamp(max=plan.limit), up.clamp(-plan.limit, plan.limit)
+    if plan.activation == "silu_clamp":
+        return nn.functional.silu(gate) * up
+    return (up + 1) * gate * torch.sigmoid(plan.alpha * gate)
+
+
+def rows_of_gate(i_pad: int) -> tuple[Tensor, Tensor]:
+    """Stored rows of gate and of up for a slice of i_pad: blocks of 16 gate, then 16 up (abi.h)."""
+    stored = torch.arange(2 * i_pad).view(-1, 32)
+    return stored[:, :16].reshape(-1), stored[:, 16:].reshape(-1)
+
+
+class ReferenceMoE(nn.Module):
+    """Routed experts [T, H] -> [T, H] of one layer, all nodes.
+
+    Args:
+        plan: of the layer.
+        weights: per node and expert, the addresses that `_runtime.Moe` takes.
+    """
+
+    def __init__(self, plan: MoePlan, weights: list[list[dict[str, int]]]) -> None:
+        super().__init__()
+        self.plan = plan
+        self.integer = plan.data_type in ("int8", "int4")
+        gates, ups, downs, biases = [], [], [], []
+        for expert in range(plan.experts):
+            gate, up, down, gate_bias, up_bias, down_bias = self._expert([node[expert] for node in weights])
+            gates.append(gate)
+            ups.append(up)
+            downs.append(down)
+            biases.append((gate_bias, up_bias, down_bias))
+        self.gate, self.up, self.down, self.biases = gates, ups, downs, biases
+
+    def _expert(self, nodes: list[dict[str, int]]) -> tuple[Tensor, ...]:
+        p, gates, ups, downs = self.plan, [], [], []
+        gate_bias, up_bias, down_bias = [], [], torch.zeros(p.hidden)
+        for node, at in enumerate(nodes):
+            layout, down_layout = p.gate_up_layout(node), p.down_layout(node)
+            w = unpack(layout, at["gate_up"], at["gate_up_scale"], at["gate_up_mult"])[:, : p.hidden]
+            width = p.splits[node][1] - p.splits[node][0]
+            g, u = rows_of_gate(width)
+            gates.append(w[g])
+            ups.append(w[u])
+            d = unpack(down_layout, at["down"], at["down_scale"], at["down_mult"])
+            downs.append(d[: p.hidden, :width])
+            bias = _floats(at["gate_up_bias"], layout.n_pad)
+            gate_bias.append(bias[g])
+            up_bias.append(bias[u])
+            if at["down_bias"]:
+                down_bias = _floats(at["down_bias"], down_layout.n_pad)[: p.hidden]
+        return (
+            torch.cat(gates),
+            torch.cat(ups),
+            torch.cat(downs, 1),
+            torch.cat(gate_bias),
+            torch.cat(up_bias),
+            down_bias,
+        )
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x [T, H], ids [T, k], weights [T, k] -> [T, H]; summed in the order of expert ids."""
+        xq = quantise_rows(x) if self.integer else x
+        out = torch.zeros_like(x)
+        for expert in sorted({int(i) for i in ids.flatten()}):
+            token, slot = torch.where(ids == expert)
+            gate_bias, up_bias, down_bias = self.biases[expert]
+            gate = xq[token] @ self.gate[expert].T + gate_bias
+            up = xq[token] @ self.up[expert].T + up_bias
+            h = activate(self.plan, gate, up)
+            h = quantise_rows(h) if self.integer else h
+            y = h @ self.down[expert].T + down_bias
+            out.index_add_(0, token, weights[token, slot, None].float() * y)
+        return out
+
+
+class ReferenceLinear(nn.Module):
+    """y [..., n] of a packed linear, from its addresses."""
+
+    def __init__(self, layout: MatrixLayout, n: int, tiles: int, scale: int = 0, mult: int = 0, bias: int = 0) -> None:
+        super().__init__()
+        self.weight = unpack(layout, tiles, scale, mult)[:n, : layout.k]
+        self.bias = _floats(bias, layout.n_pad)[:n]
+        self.integer = layout.scheme.data_type in ("int8", "int4")
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).float()
+        rows = quantise_rows(rows) if self.integer else rows
+        return (rows @ self.weight.T + self.bias).view(*x.shape[:-1], -1)
+
+
+class _ReferenceBlock(nn.Module):
+    """A MoE block whose routed experts are the reference's; everything else is the ktc block's own."""
+
+    def __init__(self, block: KtcFusedMoE, experts: ReferenceMoE) -> None:
+        super().__init__()
+        self.block, self.experts = block, experts
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weights, ids = self.block.route(x)
+        out = self.experts(x, ids, weights)
+        shared = self.block.shared_output(x)
+        if shared is not None:
+            out = out + shared
+        out = out.view(hidden_states.shape)
+        return (out, weights) if self.block.family.returns_scores else out
+
+
+def reference_model(model: Any) -> Any:
+    """A copy of a loaded model (`ktc.load`) in which every native operator is the reference. Shares nothing native."""
+    import copy
+
+    from ktc.engine.build import expert_addresses, set_module
+    from ktc.engine.weights import WeightStore
+
+    plan, store = model.ktc_plan, model.ktc_store
+    model.ktc_store = None
+    natives = {}
+    for name, module in model.named_modules():
+        if isinstance(module, KtcLinear | KtcFusedMoE):
+            natives[name], module.native = module.native, None
+    try:
+        twin = copy.deepcopy(model)
+    finally:
+        model.ktc_store = store
+        for name, native in natives.items():
+            model.get_submodule(name).native = native
+    temporary = WeightStore(store.bundle, store.pool)
+    for planned in plan.modules:
+        if planned.moe is not None:
+            weights = [expert_addresses(temporary, planned.name, planned.moe, n) for n in range(plan.nodes)]
+            block = twin.get_submodule(planned.name)
+            set_module(twin, planned.name, _ReferenceBlock(block, ReferenceMoE(planned.moe, weights)))
+    for planned in plan.modules:
+        if planned.linear is not None:
+            refs = [
+                (key, store.ref(f"{planned.name}.{key}"))
+                for key in ("tiles", "scale", "mult", "bias")
+                if (None, f"{planned.name}.{key}") in store.bundle.tensors
+            ]
+            at = temporary.read(refs)
+            reference = ReferenceLinear(planned.linear.layout, planned.linear.n, **at)
+            name = planned.name
+            for moe in plan.moe_modules():  # children of a replaced block live one level deeper now
+                if name.startswith(moe.name + "."):
+                    name = f"{moe.name}.block{name[len(moe.name) :]}"
+            set_module(twin, name, reference)
+    return twin
+
+
+def _floats(address: int, count: int) -> Tensor:
+    import ctypes
+
+    if not address:
+        return torch.zeros(count)
+    raw = (ctypes.c_float * count).from_address(address)
+    return torch.from_numpy(np.array(np.ctypeslib.as_array(raw)))

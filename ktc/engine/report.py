@@ -1,0 +1,121 @@
+"""What a loaded model runs on: every layer, its kernels, its memory, and what is worse than it could be.
+
+Printed by `ktc run -v`; `strict` loading fails on `LoadReport.degraded` (failure M6: something silently
+not engaged). Not here: judging a bundle before it is loaded (ktc.bundle.verdict).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from ktc.engine.linear import KtcLinear
+from ktc.engine.moe import KtcFusedMoE
+from ktc.plan.ir import ModulePlan, Plan
+from ktc.progress import format_bytes, format_seconds
+
+
+@dataclass
+class LoadReport:
+    """Attributes:
+    variant: kernel library in use; `best`: what this machine could run of what ktc has.
+    threads: per node.
+    weight_bytes, huge_bytes: memory of packed weights, and how much of it really is in huge pages.
+    degraded: each reason why this run is slower than the machine allows, or not what the recipe says.
+    """
+
+    bundle: str
+    variant: str
+    force_kernel: str
+    threads: list[int]
+    weight_bytes: int = 0
+    huge_bytes: int = 0
+    seconds: float = 0.0
+    degraded: list[str] = field(default_factory=list)
+    layers: list[tuple[str, str]] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """One line."""
+        nodes = f" on {len(self.threads)} nodes" if len(self.threads) > 1 else ""
+        return (
+            f"{format_bytes(self.weight_bytes)} of weights in {format_seconds(self.seconds)},"
+            f" {self.huge_bytes / self.weight_bytes:.0%} in huge pages;"
+            f" kernels {self.variant}{f' ({self.force_kernel} forced)' if self.force_kernel else ''},"
+            f" {sum(self.threads)} threads{nodes}"
+            if self.weight_bytes
+            else "no packed weights: everything runs on Hugging Face's own code"
+        )
+
+    def lines(self) -> list[str]:
+        """The summary, then one line per kind of module with where it occurs, then what is degraded."""
+        width = max((len(where) for where, _ in self.layers), default=0)
+        out = [self.summary(), *(f"  {where:<{width}}  {what}" for where, what in self.layers)]
+        return out + [f"  degraded: {reason}" for reason in self.degraded]
+
+
+def describe(model: Any, plan: Plan, lib: Any) -> list[tuple[str, str]]:
+    """(where, what it runs on) for every planned module; equal modules of different layers share a line."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for planned in plan.modules:
+        pattern, layer = _pattern(planned.name)
+        groups[pattern, _what(model.get_submodule(planned.name), planned, lib)].append(layer)
+    out = []
+    for (pattern, what), layers in groups.items():
+        out.append((pattern.replace("*", _spans(layers)) if layers[0] else pattern or "(model)", what))
+    return out
+
+
+def kernels_in_use(model: Any) -> dict[str, int]:
+    """Kernel name -> calls so far, over all of a model's native operators."""
+    calls: dict[str, int] = defaultdict(int)
+    for module in model.modules():
+        if isinstance(module, KtcLinear | KtcFusedMoE) and module.native is not None:
+            for name, count in module.native.report().get("kernels", {}).items():
+                calls[name] += int(count)
+    return dict(calls)
+
+
+def _what(module: Any, planned: ModulePlan, lib: Any) -> str:
+    note = f" [{planned.note}]" if planned.note else ""
+    if planned.moe is not None:
+        m = planned.moe
+        shape = f"{m.experts} experts, top {m.top_k}, {m.hidden} -> {m.intermediate}"
+        return f"routed experts {m.scheme} on {_kernels(lib, m.scheme, m.activation)} ({shape}){note}"
+    if planned.linear is not None:
+        p = planned.linear
+        return f"linear {p.scheme} on {_kernels(lib, p.scheme, 'store')} [{p.n}, {p.k}]{note}"
+    if planned.operator == "mla":
+        return f"absorbed latent attention, torch fp32{note}"
+    if planned.operator == "embedding":
+        return f"table as stored{note}"
+    return f"Hugging Face {planned.hf_class.rpartition('.')[2]}, fp32{note}"
+
+
+def _kernels(lib: Any, scheme: Any, epilogue: str) -> str:
+    """Labels of the kernels that may serve this scheme ("amx, avx512": chosen per expert by its tokens)."""
+    wanted = f"{scheme}:{epilogue}:"
+    names = [str(k["name"]) for k in lib.kernels()]
+    labels = {name.partition(":")[0] for name in names if name.partition(":")[2].startswith(wanted)}
+    return "/".join(sorted(labels)) or lib.variant
+
+
+def _pattern(name: str) -> tuple[str, str]:
+    """`model.layers.3.mlp` -> (`model.layers.*.mlp`, `3`); a name without a number -> (name, "")."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join([*parts[:i], "*", *parts[i + 1 :]]), part
+    return name, ""
+
+
+def _spans(layers: list[str]) -> str:
+    """["1", "2", "3", "7"] -> "1-3,7"."""
+    numbers = sorted({int(n) for n in layers})
+    spans: list[list[int]] = []
+    for n in numbers:
+        if spans and n == spans[-1][1] + 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

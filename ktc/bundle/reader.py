@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from ktc.bundle import manifest as fmt
 from ktc.errors import BundleError
 from ktc.layout import split_unit
+from ktc.pack.experts import expert_tensors
 from ktc.pack.writer import ITEM_BYTES, hash_file
 from ktc.plan.ir import Plan
 
@@ -41,9 +43,10 @@ class TensorRef:
 
     def array(self) -> NDArray[Any]:
         """A read-only memory map (bf16 as uint16); for inspection, not for running."""
-        return np.memmap(self.file, _NUMPY[self.dtype], "r", self.offset, self.shape) if self.nbytes else np.empty(
-            self.shape, _NUMPY[self.dtype]
-        )
+        dtype = _NUMPY[self.dtype]
+        if self.nbytes == 0:  # nothing to map
+            return np.empty(self.shape, dtype)
+        return np.memmap(self.file, dtype, "r", self.offset, self.shape)
 
 
 class Bundle:
@@ -99,6 +102,7 @@ class Bundle:
         return sum(entry["size"] for entry in self.files.values() if role in (None, entry["role"]))
 
 
+_EXPERT_TENSOR = re.compile(r"(.+)\.experts\.(\d+)-(\d+)\.(?:gate_up|down)\.")
 _DAMAGED = "the file was changed or damaged; copy the bundle again, or compile it again"
 
 
@@ -126,6 +130,7 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
     bundle.plan = _read_plan(bundle)
     _check_kernels(bundle)
     _index_tensors(bundle)
+    _check_experts(bundle)
     return bundle
 
 
@@ -142,8 +147,7 @@ def _read_manifest(root: Path) -> dict[str, Any]:
         raise BundleError(f"{file}: larger than a manifest may be")
     manifest = fmt.parse(file.read_bytes(), str(file))
     version = manifest.get("format") if isinstance(manifest, dict) else None
-    major = version.get("major") if isinstance(version, dict) else None
-    if not isinstance(major, int) or isinstance(major, bool):
+    if not isinstance(version, dict) or type(major := version.get("major")) is not int:
         raise BundleError(f"{file}: no format version; this is not a ktc bundle")
     if major != fmt.FORMAT_MAJOR:
         raise BundleError(
@@ -212,7 +216,7 @@ def _read_plan(bundle: Bundle) -> Plan:
     data = fmt.parse(bundle.read("plan.json"), what)
     fmt.validate(data, what, "plan")
     try:
-        plan = Plan.from_json(known_fields(data))
+        plan = Plan.from_json(data)
     except (TypeError, ValueError, KeyError) as error:
         raise BundleError(f"{what}: {error}") from error
     if plan.nodes != bundle.nodes:
@@ -228,27 +232,6 @@ def _read_plan(bundle: Bundle) -> Plan:
         if end != moe.i_pad or len(moe.splits) != plan.nodes or moe.top_k > moe.experts:
             raise BundleError(f"{what}: {module.name}: splits or top_k do not fit the layer")
     return plan
-
-
-def known_fields(plan: dict[str, Any]) -> dict[str, Any]:
-    """Drop the fields of a later minor version, which Plan's constructors would not take."""
-    from dataclasses import fields
-
-    from ktc.plan.ir import LinearPlan, ModulePlan, MoePlan
-
-    def keep(data: dict[str, Any] | None, kind: Any) -> dict[str, Any] | None:
-        return data and {f.name: data[f.name] for f in fields(kind) if f.name in data}
-
-    modules = []
-    for raw in plan["modules"]:
-        module = keep(raw, ModulePlan)
-        assert module is not None
-        modules.append(
-            {**module, "moe": keep(module.get("moe"), MoePlan), "linear": keep(module.get("linear"), LinearPlan)}
-        )
-    out = keep(plan, Plan)
-    assert out is not None
-    return {**out, "modules": modules}
 
 
 def _check_kernels(bundle: Bundle) -> None:
@@ -272,3 +255,30 @@ def _index_tensors(bundle: Bundle) -> None:
         if key in bundle.tensors:
             raise BundleError(f"{what}: tensor {name} is listed twice")
         bundle.tensors[key] = TensorRef(bundle.path / file, offset, nbytes, entry["dtype"], shape)
+
+
+def _check_experts(bundle: Bundle) -> None:
+    """Every expert of every MoE layer is there on every node, exactly once and of the planned size."""
+    what = str(bundle.path / fmt.MANIFEST)
+    ranges: dict[tuple[int, str], set[tuple[int, int]]] = {}
+    for node, name in bundle.tensors:
+        match = _EXPERT_TENSOR.match(name)
+        if match is not None and node is not None:
+            ranges.setdefault((node, match[1]), set()).add((int(match[2]), int(match[3])))
+    for module in bundle.plan.moe_modules():
+        moe = module.moe
+        assert moe is not None
+        for node in range(bundle.nodes):
+            end = 0
+            for first, last in sorted(ranges.get((node, module.name), ())):
+                if first != end or last < first:
+                    break
+                for spec in expert_tensors(module.name, moe, node, first, last):
+                    ref = bundle.tensors.get((node, spec.name))
+                    if ref is None or (ref.dtype, ref.shape) != (spec.dtype, spec.shape):
+                        raise BundleError(f"{what}: tensor {spec.name} of node {node} is missing or not as planned")
+                end = last + 1
+            if end != moe.experts:
+                raise BundleError(
+                    f"{what}: {module.name} has {moe.experts} experts, but node {node} holds {end} in sequence"
+                )

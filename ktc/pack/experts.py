@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,21 +29,12 @@ from ktc.pack.matrix import (
 from ktc.pack.writer import DATA_ALIGN, MAX_SHARD_BYTES, ShardLayout, ShardWriter, TensorSpec
 from ktc.plan.ir import MoePlan, Plan
 
+if TYPE_CHECKING:
+    from ktc.checkpoint.experts import ExpertWeights
+
 Array = NDArray[Any]
 METADATA = {"format": "ktc", "layout": str(LAYOUT_VERSION)}
 _HEADER_ROOM = 4 * DATA_ALIGN  # header and alignment gaps of one expert shard, generously
-
-
-class ExpertArrays(Protocol):
-    """One expert as the checkpoint reader gives it: gate and up [I, H], down [H, I], biases or None."""
-
-    gate: Array
-    up: Array
-    down: Array
-    dtype: str
-    gate_bias: Array | None
-    up_bias: Array | None
-    down_bias: Array | None
 
 
 @dataclass(frozen=True)
@@ -154,7 +145,7 @@ def whole_layouts(moe: MoePlan) -> tuple[MatrixLayout, MatrixLayout]:
 
 
 def pack_expert(
-    moe: MoePlan, weights: ExpertArrays, where: Mapping[str, str], allow_nonfinite: bool = False
+    moe: MoePlan, weights: ExpertWeights, where: Mapping[str, str], allow_nonfinite: bool = False
 ) -> PackedExpert:
     """Quantise and pack one expert, whole.
 
@@ -174,12 +165,12 @@ def pack_expert(
     row, is_up = interleaved_rows(intermediate, i_pad)
     gate_up, bad = pack_sources([weights.gate, weights.up], weights.dtype, is_up, row, moe.scheme)
     if bad is not None and not allow_nonfinite:
-        raise _nonfinite(where["up" if bad.source else "gate"], bad)
+        raise nonfinite_error(where["up" if bad.source else "gate"], bad)
     down_rows = np.arange(MatrixLayout(hidden, i_pad, moe.scheme).n_pad, dtype=np.int64)
     down_rows[hidden:] = -1
     down, bad = pack_sources([weights.down], weights.dtype, np.zeros_like(down_rows), down_rows, moe.scheme)
     if bad is not None and not allow_nonfinite:
-        raise _nonfinite(where["down"], bad)
+        raise nonfinite_error(where["down"], bad)
     down = replace(down, layout=MatrixLayout(hidden, i_pad, moe.scheme))
     if moe.bias:
         biases = {"gate": weights.gate_bias, "up": weights.up_bias, "down": weights.down_bias}
@@ -205,11 +196,12 @@ def _bias(bias: Array | None, name: str, allow_nonfinite: bool) -> NDArray[np.fl
     values = to_float32(bias)
     bad = np.flatnonzero(~np.isfinite(values))
     if bad.size and not allow_nonfinite:
-        raise _nonfinite(name, NonFiniteAt(0, int(bad[0]), -1))
+        raise nonfinite_error(name, NonFiniteAt(0, int(bad[0]), -1))
     return values
 
 
-def _nonfinite(tensor: str, bad: NonFiniteAt) -> CheckpointError:
+def nonfinite_error(tensor: str, bad: NonFiniteAt) -> CheckpointError:
+    """The user's form of a NaN or infinity found while packing."""
     index = f"[{bad.row}]" if bad.column < 0 else f"[{bad.row}, {bad.column}]"
     return CheckpointError(
         f"{tensor}: NaN or infinity at {index}", "the checkpoint is damaged; --allow-nonfinite packs it all the same"

@@ -146,14 +146,14 @@ class Journal:
         tmp = self._path.with_suffix(".tmp")
         header = {"journal": JOURNAL_VERSION, "key": self._key}
         try:
-            with open(tmp, "w", encoding="utf-8") as file:
+            with tmp.open("w", encoding="utf-8") as file:
                 for entry in [header, *(_line(name, digest) for name, digest in self.finished.items())]:
                     file.write(json.dumps(entry) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(tmp, self._path)
+            tmp.replace(self._path)
             fsync_dir(self.root)
-            self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (closed in close())
+            self._file = self._path.open("a", encoding="utf-8")
         except OSError as error:
             raise disk_error(error, self._path) from error
 

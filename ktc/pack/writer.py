@@ -114,7 +114,7 @@ class FileDigest:
 def hash_file(path: Path) -> FileDigest:
     """SHA-256 of a file, in chunks, without holding the interpreter lock."""
     digest, size = hashlib.sha256(), 0
-    with open(path, "rb", buffering=0) as file:
+    with path.open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(_CHUNK))
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
@@ -140,11 +140,11 @@ def write_atomic(path: Path, data: bytes) -> FileDigest:
     tmp = path.with_name(f".{path.name}{TMP_SUFFIX}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(tmp, "wb") as file:
+        with tmp.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(tmp, path)
+        tmp.replace(path)
         fsync_dir(path.parent)
     except OSError as error:
         raise disk_error(error, path) from error
@@ -199,13 +199,22 @@ class ShardWriter:
             ValueError: not whole rows, or past the tensor's end.
         """
         tensor = self.layout.tensors[name]
-        view = memoryview(data)
+        if tensor.row_bytes and memoryview(data).nbytes % tensor.row_bytes:
+            raise ValueError(f"{memoryview(data).nbytes} bytes do not fit tensor {name}: rows have {tensor.row_bytes}")
+        self.write_at(name, data, row * tensor.row_bytes)
+
+    def write_at(self, name: str, data: Any, offset: int) -> None:
+        """Write bytes at a byte offset within tensor `name`; each byte must be written exactly once.
+
+        Raises:
+            ValueError: past the tensor's end.
+        """
+        tensor, view = self.layout.tensors[name], memoryview(data)
         if view.nbytes == 0:
             return
-        offset = row * tensor.row_bytes
-        if view.nbytes % tensor.row_bytes or offset + view.nbytes > tensor.nbytes:
+        if offset + view.nbytes > tensor.nbytes:
             raise ValueError(
-                f"{view.nbytes} bytes at row {row} do not fit tensor {name} {list(tensor.shape)} {tensor.dtype}"
+                f"{view.nbytes} bytes at {offset} do not fit tensor {name} {list(tensor.shape)} {tensor.dtype}"
             )
         try:
             self._pwrite(view.cast("B"), self.layout.offsets[name] + offset)
@@ -230,7 +239,7 @@ class ShardWriter:
             digest = hash_file(self._tmp)
             if digest.size != self.layout.size:
                 raise OSError(errno.EIO, f"{digest.size} bytes on disk, {self.layout.size} written")
-            os.replace(self._tmp, self.path)
+            self._tmp.replace(self.path)
             fsync_dir(self.path.parent)
         except OSError as error:
             self.abort()

@@ -1,0 +1,334 @@
+"""`ktc compile`: named passes over one plan, from a checkpoint and a recipe to a bundle.
+
+Each pass takes the compilation and adds to it; whatever is refused is refused in the passes before
+`pack`, so before a byte of output. The work itself is in the packages named in each pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ktc
+from ktc.bundle import emit, manifest
+from ktc.bundle.goldens import GOLDENS, make_moe_golden, write_goldens
+from ktc.bundle.model_files import licence_of, model_files
+from ktc.bundle.reader import TensorRef
+from ktc.errors import CheckpointError, KtcError
+from ktc.layout import LAYOUT_VERSION
+from ktc.pack import pipeline
+from ktc.pack.device import DeviceShard, plan_device
+from ktc.pack.experts import ExpertPart, plan_parts
+from ktc.pack.journal import Journal
+from ktc.plan.ir import Plan
+from ktc.progress import Progress, verbosity
+
+if TYPE_CHECKING:
+    from ktc.bundle.kernels import KernelSet
+    from ktc.checkpoint import Checkpoint
+    from ktc.checkpoint.audit import Audit
+    from ktc.models.family import Family
+    from ktc.recipe import Recipe
+
+SPARE_BYTES = 32 << 20  # manifest, tokenizer, goldens: what the plan does not count
+
+
+@dataclass
+class Compilation:
+    """What the passes work on; the fields are filled from top to bottom.
+
+    Attributes:
+        say: where lines for the user go (stderr in the command line, nowhere in the API).
+    """
+
+    checkpoint_id: str
+    recipe_id: str
+    out: Path | None
+    nodes: int = 1
+    variants: Sequence[str] | None = None  # None: every automatic one; empty: no kernels
+    jobs: int = 0
+    allow_nonfinite: bool = False
+    force: bool = False
+    logits: bool = True
+    say: Callable[[str], None] = lambda _: None
+
+    checkpoint: Checkpoint = field(init=False)
+    family: Family = field(init=False)
+    recipe: Recipe = field(init=False)
+    plan: Plan = field(init=False)
+    audit: Audit = field(init=False)
+    parts: list[ExpertPart] = field(init=False)
+    shards: list[DeviceShard] = field(init=False)
+    tasks: list[pipeline.Task] = field(init=False)
+    target: Path = field(init=False)
+    kernels: KernelSet | None = None
+    journal: Journal = field(init=False)
+    packed_bytes: int = 0
+    packed_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What `compile_checkpoint` made. `source_bytes` is what this run read and packed, in `seconds`."""
+
+    path: Path
+    size: int
+    plan: Plan
+    variants: tuple[str, ...]
+    source_bytes: int
+    seconds: float
+    peak_rss: int
+    resumed: bool
+
+
+def read(c: Compilation) -> None:
+    """Open the checkpoint: every header checked, every file there, the family known."""
+    from ktc.checkpoint import open_checkpoint
+    from ktc.models.registry import family_for
+
+    c.checkpoint = open_checkpoint(c.checkpoint_id)
+    c.family = family_for(c.checkpoint.config)
+
+
+def recipe(c: Compilation) -> None:
+    """Parse and check the recipe; settle the output's name and that it may be written."""
+    from ktc.recipe import load_recipe
+
+    c.recipe = load_recipe(c.recipe_id)
+    c.target = c.out or Path(f"{_model_name(c.checkpoint)}-{c.recipe.name}.ktc")
+    c.target = c.target.parent.resolve() / c.target.name
+    emit.check_output(c.target, c.force)
+
+
+def plan(c: Compilation) -> None:
+    """Decide what every module becomes."""
+    from ktc.plan import build_plan
+
+    made = build_plan(c.checkpoint.config, c.recipe, nodes=c.nodes)
+    # Rules are cited by the recipe's file name: where it lay on this machine is nobody's business.
+    rules = tuple(replace(rule, where=re.sub(r"\([^()]*/", "(", rule.where)) for rule in made.rules)
+    c.plan = replace(made, rules=rules)
+    if not c.plan.moe_modules():
+        raise KtcError(
+            f"recipe {c.recipe.file} turns no MoE block into ktc.FusedMoE, so there is nothing to compile",
+            "add a rule with match: {role: moe} and replace: {class: ktc.FusedMoE}",
+        )
+
+
+def audit(c: Compilation) -> None:
+    """Every tensor of the checkpoint is used or known to be unneeded; every one the plan needs is there."""
+    from ktc.checkpoint.audit import audit_plan
+    from ktc.pack.source import expert_shape
+
+    moe = c.plan.moe_modules()[0].moe
+    assert moe is not None
+    c.audit = audit_plan(c.checkpoint, c.family, c.plan, expert_shape(moe))
+    for line in c.audit.lines():
+        c.say(line)
+
+
+def layout(c: Compilation) -> None:
+    """Lay out every shard to the byte: a pure function of the plan and of the checkpoint's headers."""
+    from ktc.pack.source import CheckpointSource, device_task, expert_task
+
+    c.parts = plan_parts(c.plan)
+    source = CheckpointSource(c.checkpoint, c.family, c.audit.readers)
+    c.shards = plan_device(c.plan, source)
+    c.tasks = [device_task(shard, source, c.plan.tied, c.allow_nonfinite) for shard in c.shards]
+    c.tasks += [expert_task(p, c.audit.readers[p.module], source, c.allow_nonfinite) for p in c.parts]
+
+
+def build(c: Compilation) -> None:
+    """Generate and compile the kernel libraries (before packing: a broken compiler must not cost an hour)."""
+    if c.variants is not None and not c.variants:
+        return
+    from ktc.bundle.kernels import build_kernels
+
+    c.kernels = build_kernels(c.plan, c.variants)
+
+
+def pack(c: Compilation) -> None:
+    """Quantise, pack and write every shard that an earlier, interrupted run did not finish."""
+    c.journal = Journal(c.target, _key(c), restart=c.force, say=c.say)
+    tasks, done = c.tasks, c.journal.finished
+    left = [task for task in tasks if any(file not in done for file in task.files)]
+    if c.journal.resumed:
+        c.say(f"continuing {c.journal.root}: {len(tasks) - len(left)} of {len(tasks)} shard sets are done")
+    total, todo = sum(t.nbytes for t in tasks), sum(t.nbytes for t in left)
+    started = time.monotonic()
+    try:
+        pipeline.check_space(c.target, sum(t.size for t in left) + _kernel_bytes(c) + SPARE_BYTES)
+        with Progress("pack", total, "B", done=total - todo) as progress:
+            pipeline.run_tasks(c.journal, left, progress, c.jobs or pipeline.default_jobs())
+    except BaseException as error:
+        _give_up(c, error)
+        raise
+    c.packed_bytes, c.packed_seconds = todo, time.monotonic() - started
+
+
+def emit_bundle(c: Compilation) -> None:
+    """Goldens, model files, kernels and the manifest, last; then the one rename that makes it a bundle."""
+    try:
+        _write_rest(c)
+        emit.publish(c.journal, c.target, c.force)
+    except BaseException as error:
+        _give_up(c, error)
+        raise
+
+
+PASSES: tuple[Callable[[Compilation], None], ...] = (read, recipe, plan, audit, layout, build, pack, emit_bundle)
+
+
+def compile_checkpoint(
+    checkpoint: str | Path,
+    recipe: str | Path,
+    out: str | Path | None = None,
+    *,
+    nodes: int = 1,
+    variants: Sequence[str] | None = None,
+    jobs: int = 0,
+    allow_nonfinite: bool = False,
+    force: bool = False,
+    logits: bool = True,
+    say: Callable[[str], None] = lambda _: None,
+) -> Compiled:
+    """Compile a checkpoint into a bundle; interrupted, the same call continues.
+
+    Args:
+        checkpoint: directory, hub id or short name.
+        recipe: file, or the name of a shipped recipe.
+        out: the bundle's directory; default `<model>-<recipe>.ktc` in the working directory.
+        nodes: NUMA nodes to split every expert over.
+        variants: kernel variants to build; None = all that a host may choose, () = none.
+        jobs: worker threads; 0 = the cores of this process.
+        allow_nonfinite: pack NaN and infinite weights instead of refusing them.
+        force: replace an existing bundle, or an unfinished compile of other inputs.
+        logits: also record the logits of a short prompt, where the whole model is small enough to run.
+        say: receives single lines about choices.
+    Raises:
+        KtcError: see the passes; nothing is left at `out`.
+    """
+    c = Compilation(
+        str(checkpoint),
+        str(recipe),
+        Path(out) if out else None,
+        nodes,
+        variants,
+        jobs,
+        allow_nonfinite,
+        force,
+        logits,
+        say,
+    )
+    for step in PASSES:
+        started = time.monotonic()
+        step(c)
+        if verbosity() > 0:
+            say(f"{step.__name__}: {time.monotonic() - started:.2f} s")
+    size = sum(file.stat().st_size for file in c.target.rglob("*") if file.is_file())
+    return Compiled(
+        path=c.target,
+        size=size,
+        plan=c.plan,
+        variants=tuple(c.kernels.variants) if c.kernels else (),
+        source_bytes=c.packed_bytes,
+        seconds=c.packed_seconds,
+        peak_rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        resumed=c.journal.resumed,
+    )
+
+
+def _model_name(checkpoint: Checkpoint) -> str:
+    name = (checkpoint.source.repo or checkpoint.path.resolve().name).rpartition("/")[2]
+    return re.sub(r"[^A-Za-z0-9._-]", "-", name) or "model"
+
+
+def plan_digest(plan: Plan) -> str:
+    """Hash of what a plan makes of the weights; how the recipe worded it is left out."""
+    decided = {k: v for k, v in plan.to_json().items() if k not in ("rules", "recipe")}
+    return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
+
+
+def _key(c: Compilation) -> dict[str, Any]:
+    files = []
+    for file in c.checkpoint.files:
+        stat = file.stat()
+        files.append([file.name, stat.st_size, stat.st_mtime_ns])
+    return {
+        "checkpoint": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+        "recipe": c.recipe.sha256,
+        "plan": plan_digest(c.plan),
+        "layout version": LAYOUT_VERSION,
+        "quantiser version": manifest.ALGORITHM_VERSION,
+    }
+
+
+def _kernel_bytes(c: Compilation) -> int:
+    return c.kernels.nbytes if c.kernels else 0
+
+
+def _give_up(c: Compilation, error: BaseException) -> None:
+    """Keep finished shards for the next run, unless there are none."""
+    if c.journal.finished:
+        c.journal.close()
+        if isinstance(error, CheckpointError):
+            c.say(f"finished shards are kept in {c.journal.root}; remove it if you will not compile this again")
+    else:
+        c.journal.discard()
+
+
+def _write_rest(c: Compilation) -> None:
+    out = emit.Emitter(c.journal.bundle)
+    for file, digest in c.journal.finished.items():
+        out.list(file, digest, "experts" if file.startswith("weights/experts/") else "device")
+    out.add("recipe.yaml", c.recipe.text.encode(), "recipe")
+    out.add("plan.json", manifest.canonical(c.plan.to_json()), "plan")
+    for path, data in model_files(c.checkpoint.config, c.checkpoint.side_files).items():
+        out.add(path, data, "licence" if path.startswith("LICENSES/") else "model")
+    fields = {
+        **emit.plan_fields(c.plan),
+        "created_by": {"ktc": ktc.__version__, "git": None},
+        "source": {
+            "name": _model_name(c.checkpoint),
+            "repo": c.checkpoint.source.repo,
+            "revision": c.checkpoint.source.revision,
+            "licence": licence_of(c.checkpoint.path),
+            "files": [{"path": f.name, "size": f.stat().st_size} for f in c.checkpoint.files],
+        },
+        "recipe_sha256": c.recipe.sha256,
+        "kernels": c.kernels.emit(out) if c.kernels else [],
+    }
+    finish_bundle(out, c.plan, c.parts, c.shards, fields, c.logits)
+
+
+def finish_bundle(
+    out: emit.Emitter,
+    plan: Plan,
+    parts: list[ExpertPart],
+    shards: list[DeviceShard],
+    fields: dict[str, Any],
+    logits: bool,
+) -> None:
+    """Goldens and the manifest, over shards that are in place."""
+    tensors = emit.tensor_fields(parts, shards)
+    refs: dict[tuple[int | None, str], TensorRef] = {
+        (t["node"], t["name"]): TensorRef(out.root / t["file"], t["offset"], t["nbytes"], t["dtype"], tuple(t["shape"]))
+        for t in tensors
+    }
+    cases = []
+    modules = plan.moe_modules()
+    with Progress("goldens", len(modules), "layers") as progress:
+        for module in modules:
+            assert module.moe is not None
+            cases.append(make_moe_golden(refs, module.name, module.moe))
+            progress.update()
+    digest, goldens, table = write_goldens(out.root / GOLDENS, cases, None)
+    out.list(GOLDENS, digest, "goldens")
+    out.write_manifest({**fields, "tensors": [*tensors, *table], "goldens": goldens})

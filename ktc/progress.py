@@ -11,6 +11,8 @@ import shutil
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TextIO
 
@@ -54,6 +56,19 @@ def format_seconds(seconds: float) -> str:
     whole = round(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+@contextmanager
+def status(text: str) -> Iterator[None]:
+    """Say on a terminal what is going on during a step that has no countable work; erased at its end."""
+    tty = sys.stderr.isatty()
+    if tty:
+        print(f"{text} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if tty:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 class Progress:

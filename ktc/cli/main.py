@@ -104,11 +104,11 @@ def _run(args: list[str]) -> int:
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
-    except click.exceptions.NoArgsIsHelpError as no_args:
-        click.echo(no_args.format_message(), err=True)
-        return no_args.exit_code
     except click.ClickException as usage:
-        _usage_error(usage)
+        if type(usage).__name__ == "NoArgsIsHelpError":  # click 8.2 and later
+            usage.show()
+        else:
+            _usage_error(usage)
         return usage.exit_code
     except KtcError as error:
         _debug_traceback()

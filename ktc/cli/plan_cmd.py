@@ -6,7 +6,7 @@ import json
 
 import click
 
-from ktc.progress import set_verbosity
+from ktc.progress import set_verbosity, status
 
 
 @click.command("plan")
@@ -34,9 +34,11 @@ def command(checkpoint: str, recipe: str, nodes: int, as_json: bool, verbose: in
     from ktc.checkpoint import read_config
 
     config = read_config(checkpoint)
-    from ktc.plan import build_plan, render
+    with status("starting"):
+        from ktc.plan import build_plan, render
 
-    plan = build_plan(config, loaded, nodes)
+    with status("building the module tree"):
+        plan = build_plan(config, loaded, nodes)
     if as_json:
         click.echo(json.dumps(plan.to_json(), indent=1))
     else:

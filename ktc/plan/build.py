@@ -14,7 +14,7 @@ from ktc.layout import split_intermediate, split_unit
 from ktc.models.family import ExpertShape, Family
 from ktc.models.roles import role_of
 from ktc.plan.ir import LinearPlan, ModulePlan, MoePlan, Plan, RuleUse
-from ktc.plan.schemes import resolve
+from ktc.plan.schemes import padding_note, resolve
 from ktc.plan.verify import verify
 from ktc.recipe.model import Recipe, Rule
 
@@ -170,11 +170,12 @@ class _Builder:
         scheme, note = resolve(rule.scheme, [("input size", k)], self.recipe.where(rule), own.name)
         linear = LinearPlan(n, k, bias, scheme.data_type, scheme.scale, scheme.group)
         source = self.tied.get(f"{own.name}.weight")
-        notes = [note] if note else []
+        layout = linear.layout
+        notes = [note, padding_note("input size", k, layout.k_pad), padding_note("output size", n, layout.n_pad)]
         if source is not None:
             notes.append(f"packed copy of {source}, to which it is tied")
-        nbytes = linear.layout.nbytes + (4 * linear.layout.n_pad if bias else 0)
-        return replace(own, operator="linear", linear=linear, nbytes=nbytes, note="; ".join(notes))
+        nbytes = layout.nbytes + (4 * layout.n_pad if bias else 0)
+        return replace(own, operator="linear", linear=linear, nbytes=nbytes, note="; ".join(filter(None, notes)))
 
     def _moe(self, own: ModulePlan, module: Module, rule: Rule) -> tuple[ModulePlan, set[str]]:
         """The MoE block, and the names of the children that it swallows (the container of experts)."""
@@ -206,7 +207,9 @@ class _Builder:
             splits=tuple(splits),
         )
         containers = {n for n, c in module.named_children() if role_of(self.family, f"{own.name}.{n}", c) == "experts"}
-        kept = self._keep(replace(own, operator="moe", moe=moe, note=note), module)
+        notes = [note, padding_note("hidden size", shape.hidden, moe.gate_up_layout(0).k_pad)]
+        notes.append(padding_note("intermediate size", shape.intermediate, moe.i_pad))
+        kept = self._keep(replace(own, operator="moe", moe=moe, note="; ".join(filter(None, notes))), module)
         return kept, containers
 
     def _deferred(self, rule: Rule, name: str) -> Any:

@@ -60,6 +60,13 @@ def resolve(
     raise RecipeError(f"{where}: {module}: {why}", hint)
 
 
+def padding_note(what: str, size: int, stored: int) -> str:
+    """A note where whole tiles make a matrix noticeably larger than its weights (failure S1), else an empty string."""
+    if stored - size < stored / 64:
+        return ""
+    return f"padded: {what} {size} is stored as {stored}"
+
+
 def _scheme(choice: SchemeChoice, group: int) -> QuantScheme:
     mode: ScaleMode
     if choice.data_type in ("fp32", "bf16"):

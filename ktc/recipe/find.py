@@ -37,6 +37,8 @@ def load_recipe(path_or_name: str | Path) -> Recipe:
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise RecipeError(f"{path}: larger than {MAX_BYTES >> 20} MB", "is this the right file?")
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path}: not a text file (bad UTF-8 at byte {error.start})") from error

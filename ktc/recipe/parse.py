@@ -43,16 +43,13 @@ def parse_recipe(text: str, file: str = "<recipe>", default_name: str = "recipe"
         RecipeError: message `file:line:column: ...` and a hint.
     """
     document = parse(text, file)
-    root: Path = ()
-    value = document.value
-    if isinstance(value, list):  # a bare list of rules
+    if isinstance(document.value, list):  # a bare list of rules
         document = _wrap(document)
-        value = document.value
-    fixed = _normalised(value)
+    fixed = _normalised(document.value)
     errors = list(_validator().iter_errors(fixed))
     if errors:
         raise explain(errors, document)
-    rules = tuple(_rule(document, fixed["rules"][i], (*root, "rules", i), i) for i in range(len(fixed["rules"])))
+    rules = tuple(_rule(document, fixed["rules"][i], ("rules", i), i) for i in range(len(fixed["rules"])))
     return Recipe(
         file=file,
         text=text,
@@ -121,8 +118,12 @@ def _rule(document: Document, rule: dict[str, Any], path: Path, index: int) -> R
         recursive=rule.get("recursive", True),
         scheme=_scheme(document, kwargs, kwargs_path) if operator in ("moe", "linear") else None,
         backend=_backend(document, kwargs, kwargs_path),
-        n_deferred_experts=kwargs.get("n_deferred_experts", 0),
+        n_deferred_experts=_deferred(kwargs.get("n_deferred_experts", 0)),
     )
+
+
+def _deferred(value: Any) -> int | Literal["auto"]:
+    return "auto" if value == "auto" else int(value)  # JSON Schema takes 3.0 for an integer
 
 
 def _regex(document: Document, text: str | None, path: Path) -> re.Pattern[str] | None:
@@ -181,7 +182,7 @@ def _fallback(
             raise RecipeError(f"{where}: group_fallback: {item} is not smaller than group {group}")
         if item == 16 and not integer:
             raise RecipeError(f"{where}: group_fallback: 16 exists for int4 with integer scales only")
-    return tuple(fallback)
+    return tuple("pad" if item == "pad" else int(item) for item in fallback)
 
 
 def _backend(document: Document, kwargs: dict[str, Any], path: Path) -> str:

@@ -111,8 +111,8 @@ def _did_you_mean(word: str, allowed: list[str]) -> str:
     if habit in allowed:
         return f"did you mean {habit}?"
     near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
-    if not near:  # "FusedMoE" for "ktc.FusedMoE"
-        near = [low for low in by_lower if low.endswith("." + word.lower())]
+    if not near:  # "operators.experts.FusedMoE" for "ktc.FusedMoE"
+        near = [low for low in by_lower if "." in low and low.endswith("." + word.lower().rpartition(".")[2])]
     if near:
         return f"did you mean {by_lower[near[0]]}?"
     return f"known here: {', '.join(allowed)}" if allowed else "nothing may be set here"

@@ -66,8 +66,9 @@ def parse(text: str, file: str) -> Document:
         raise RecipeError(
             f"{file}: larger than {MAX_BYTES >> 20} MB", "a recipe is a page of YAML; is this the right file?"
         )
-    loader = yaml.SafeLoader(text)
+    loader: yaml.SafeLoader | None = None
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             raise RecipeError(f"{file}: is empty", "a recipe is a list of match -> replace rules")
@@ -83,7 +84,8 @@ def parse(text: str, file: str) -> Document:
     except RecursionError as error:
         raise RecipeError(f"{file}: nested too deeply to be a recipe") from error
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     return Document(value, walk.values, walk.keys, file)
 
 

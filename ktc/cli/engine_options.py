@@ -15,7 +15,7 @@ VARIANTS = ("amx", "avx512", "avxvnni", "avx2", "portable", "emulated")
 
 
 def engine_options(function: F) -> F:
-    """--threads, --variant, --kernel, --emulate-nodes, --trust-kernel, --strict, -v."""
+    """--threads, --variant, --kernel, --kernel-library, --emulate-nodes, --trust-kernel, --strict, -v."""
     for option in reversed(
         (
             click.option("--threads", type=click.IntRange(min=1), help="Threads; default: the CPUs of this process."),
@@ -24,6 +24,11 @@ def engine_options(function: F) -> F:
             ),
             click.option(
                 "--kernel", "force_kernel", default="", metavar="TEXT", help="Force kernels whose name holds TEXT."
+            ),
+            click.option(
+                "--kernel-library",
+                type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                help="Use this kernel library instead of the bundle's.",
             ),
             click.option("--emulate-nodes", is_flag=True, help="Run a bundle made for more NUMA nodes than there are."),
             click.option(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktc.engine import pool as pools
-from ktc.errors import BundleError, KtcError
+from ktc.errors import BuildError, BundleError, KtcError
 from ktc.progress import Progress
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def load(
     emulate_nodes: bool = False,
     strict: bool = False,
     trust_sha256: Sequence[str] = (),
+    kernel_library: str | Path | None = None,
     check_memory: bool = True,
 ) -> Any:
     """Load a bundle.
@@ -42,6 +43,7 @@ def load(
         emulate_nodes: run a bundle that is split over more NUMA nodes than this machine has.
         strict: fail rather than run on anything worse than the best this machine can do (failure M6).
         trust_sha256: kernel libraries in the bundle that the user vouches for.
+        kernel_library: a library of the user's own, used instead of the bundle's or a local build.
         check_memory: refuse up front what does not fit in memory.
     Returns:
         A `PreTrainedModel` in eval mode, computing in fp32; its `ktc_report` is a `LoadReport`.
@@ -50,12 +52,11 @@ def load(
         KtcError: not enough memory, or `strict` and degraded.
     """
     started = time.perf_counter()
-    opened, degraded = _open(bundle, emulate_nodes)
+    opened, degraded = _open(bundle, emulate_nodes, trust_sha256, own_kernels=kernel_library is not None)
     from ktc import _runtime
 
     placement = pools.place(_runtime.numa_nodes(), opened.plan.nodes, threads, emulate_nodes)
-    lib, choice = _kernels(opened, variant, trust_sha256)
-    degraded += choice
+    lib = _kernels(opened, variant, trust_sha256, kernel_library)
     pool = pools.get_pool(placement)
     degraded += pool.warnings()
     model, store = _build(opened, lib, pool, force_kernel, check_memory)
@@ -75,30 +76,32 @@ def load(
     return model
 
 
-def _open(path: str | Path, emulate_nodes: bool) -> tuple[Bundle, list[str]]:
-    """The opened bundle and what its verdict finds slower than it could be."""
+def _open(
+    path: str | Path, emulate_nodes: bool, trust_sha256: Sequence[str], own_kernels: bool
+) -> tuple[Bundle, list[str]]:
+    """The opened bundle, and what its verdict finds slower than it could be."""
     from ktc.bundle import open_bundle, verdict
 
     opened = open_bundle(path)
     degraded = []
-    for part in verdict(opened).parts:
-        if part.level == "OPTIMAL" or (part.name == "topology" and emulate_nodes):
+    for part in verdict(opened, emulate_nodes=emulate_nodes, trust_sha256=trust_sha256).parts:
+        if part.name == "kernels" and own_kernels:
             continue
         if part.level in ("UNSUPPORTED", "NEEDS_REPACK"):
-            raise BundleError(f"{opened.path}: {part.level}: {part.reason}", part.fix or None)
-        degraded.append(part.reason)
+            raise BundleError(f"{opened.path}: {part.reason}", part.fix or None)
+        if part.level == "RUNS_SLOWER":
+            degraded.append(f"{part.reason}{f' ({part.fix})' if part.fix else ''}")
     return opened, degraded
 
 
-def _kernels(bundle: Bundle, variant: str | None, trust_sha256: Sequence[str]) -> tuple[Any, list[str]]:
-    """The kernel library, and a reason if it is not the best variant for this CPU."""
+def _kernels(bundle: Bundle, variant: str | None, trust_sha256: Sequence[str], own: str | Path | None) -> Any:
+    """The kernel library: the user's own, or the trusted or locally built one for this host."""
     from ktc import _runtime
     from ktc.bundle import kernel_for_host
-    from ktc.errors import BuildError
 
-    path = kernel_for_host(bundle, variant, trust_sha256)
+    path = Path(own) if own is not None else kernel_for_host(bundle, variant, trust_sha256)
     try:
-        return _runtime.KernelLib(str(path)), []
+        return _runtime.KernelLib(str(path))
     except RuntimeError as error:
         raise BuildError(f"kernel library {path}: {error}") from error
 
@@ -121,7 +124,10 @@ def _build(bundle: Bundle, lib: Any, pool: Any, force_kernel: str, check_memory:
         refuse_too_large(total)
     with Progress("load weights", total, "B") as progress:
         store = WeightStore(bundle, pool, progress)
-        build.fill(model, bundle.plan, store, lib, pool, force_kernel)
+        try:
+            build.fill(model, bundle.plan, store, lib, pool, force_kernel)
+        except (RuntimeError, ValueError) as error:  # the library lacks a kernel that the plan needs, or `force_kernel` names none
+            raise BuildError(f"{bundle.path}: {error}") from error
     model.config.dtype = torch.float32
     model.register_forward_pre_hook(pools.LaneThreads(pool.threads), with_kwargs=True)
     if "model/generation_config.json" in bundle.files:

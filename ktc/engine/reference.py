@@ -39,7 +39,7 @@ def quantise_rows(x: Tensor, amax: Tensor | None = None) -> Tensor:
         amax: known largest magnitude per row [M] (the whole row's, where x is one node's slice).
     """
     a = x.abs().amax(dim=1) if amax is None else amax
-    inverse = torch.where(a > 0, 127.0 / a, torch.zeros_like(a))
+    inverse = torch.where(a > 1e-36, 127.0 / a, torch.zeros_like(a))  # below, 127 / a overflows
     q = torch.clamp(torch.round(x * inverse[:, None]), -127, 127)
     return q * (a / 127.0)[:, None]
 

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ktc.engine import pool
+from ktc.engine.pool import LaneThreads, place
+from ktc.errors import KtcError
+
+
+@pytest.fixture(autouse=True)
+def no_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "cpu_quota", lambda: None)
+
+
+def test_one_node_takes_every_cpu() -> None:
+    assert place([[0, 1, 2, 3]], 1, None) == [[0, 1, 2, 3]]
+    assert place([[0, 1], [2, 3]], 1, None) == [[0, 1, 2, 3]]
+    assert place([[0, 1, 2, 3]], 1, 2) == [[0, 1]]
+
+
+def test_more_threads_than_cpus_share_them() -> None:
+    assert place([[0, 1]], 1, 5) == [[0, 1, 0, 1, 0]]
+
+
+def test_real_nodes_keep_their_cpus() -> None:
+    assert place([[0, 1], [2, 3]], 2, None) == [[0, 1], [2, 3]]
+    assert place([[0, 1], [2, 3]], 2, 3) == [[0, 1], [2]]
+
+
+def test_emulated_nodes_are_dealt_the_cpus() -> None:
+    assert place([[0, 1]], 2, None, emulate=True) == [[0], [1]]
+    assert place([[0, 1]], 3, 3, emulate=True) == [[0], [1], [0]]
+    assert place([[0]], 3, 1, emulate=True) == [[0], [0], [0]]
+
+
+def test_nodes_that_are_not_there_are_refused() -> None:
+    with pytest.raises(KtcError, match=r"split over 3 NUMA nodes and this machine has 1") as caught:
+        place([[0, 1]], 3, None)
+    assert "ktc repack" in str(caught.value)
+    with pytest.raises(KtcError, match="at least 1"):
+        place([[0]], 1, 0)
+
+
+def test_the_default_respects_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "cpu_quota", lambda: 1.5)
+    assert place([[0, 1, 2, 3]], 1, None) == [[0, 1]]
+
+
+def test_torch_threads_follow_the_phase() -> None:
+    before = torch.get_num_threads()
+    hook = LaneThreads(3)
+    try:
+        hook(None, (torch.zeros(1, 200, dtype=torch.long),), {})
+        assert torch.get_num_threads() == 3
+        hook(None, (), {"input_ids": torch.zeros(1, 1, dtype=torch.long)})
+        assert torch.get_num_threads() == 1
+        hook(None, (), {"inputs_embeds": torch.zeros(2, 100, 8)})
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_importing_the_engine_is_cheap() -> None:
+    code = "import sys, ktc.engine, ktc.engine.sampling, ktc.engine.pool, ktc.cli.run_cmd, ktc.cli.bench_cmd; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ), check=True)
+    assert out.stdout.strip() == "False"

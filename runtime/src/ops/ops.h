@@ -64,17 +64,19 @@ struct RouterArgs {
 // Query pair p is row `first_pair + p`; its token is that / group and it sees keys up to
 // position + token, no further back than window (0 = no limit).
 struct AttendArgs {
-  const float* q;           // [pairs][dk], contiguous, already scaled
+  const float* q;           // [pairs][dk], contiguous
   const float* k;           // key rows of this KV head, stride ld_k
   const float* v;
   int64_t ld_k, ld_v, dk, dv;
   int64_t pairs, first_pair, group, position, window;
   int64_t k_begin, k_end;
+  float scale;              // of the scores, > 0
   float* m;                 // [pairs] running max, in and out (start: -inf, or the sink logit)
   float* l;                 // [pairs] running sum (start: 0, or 1 with a sink)
   float* acc;               // [pairs][dv] (start: 0)
   float* scores;            // scratch [pairs][kKeyBlock]
 };
+constexpr int64_t kMaxRopeHalf = 1024;  // checked when a program is built
 constexpr int64_t kKeyBlock = 64;
 constexpr int64_t kPairTile = 32;
 
@@ -91,9 +93,8 @@ struct Table {
   // cos, sin [rows][half] for positions position + row
   void (*rope_table)(const float* inv_freq, int64_t half, float scaling, int64_t position, int64_t begin,
                      int64_t end, float* cos, float* sin);
-  // one vector: rotates the first 2 * half elements of x into y (may alias), scaled; copies the rest
-  void (*rope)(const float* x, int64_t dim, int64_t half, const float* cos, const float* sin, Rope style, float scale,
-               float* y);
+  // one vector: rotates the first 2 * half elements of x into y (may alias); copies the rest
+  void (*rope)(const float* x, int64_t dim, int64_t half, const float* cos, const float* sin, Rope style, float* y);
   void (*router)(const RouterArgs&, const float* logits, int64_t begin, int64_t end, float* scratch, float* weights,
                  int64_t* ids);
   void (*attend)(const AttendArgs&);

@@ -185,10 +185,10 @@ KTC_INLINE NativeF native_exp(NativeF x) {
   p = p * r + 5.0000001201e-1f;
   p = (p * r) * r + r + 1.0f;
   // n can be 128 near the top: scale in two halves so that neither factor overflows.
-  const NativeI n = __builtin_convertvector(nf, NativeI);
-  const NativeI a = n >> 1, b = n - a;
-  p = p * (NativeF)((a + 127) << 23);
-  p = p * (NativeF)((b + 127) << 23);
+  const NativeI n = __builtin_convertvector(nf, NativeI), a = n >> 1;
+  const NativeU b = (NativeU)n - (NativeU)a;
+  p = p * (NativeF)(((NativeU)a + 127u) << 23);
+  p = p * (NativeF)((b + 127u) << 23);
   const NativeI inf = NativeI{} + 0x7f800000;
   // A NaN makes garbage of n, but p is a NaN whatever it is multiplied with.
   return (NativeF)(((NativeI)p & ~under & ~over) | (inf & over));

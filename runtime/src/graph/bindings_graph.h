@@ -1,0 +1,13 @@
+// Python bindings of the decode graph and its operators, called by bindings.cpp.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace ktc {
+
+// Executor and DenseScratch; after bind_run, whose Pool, Linear and Moe it takes.
+void bind_graph(pybind11::module_& m);
+// The submodule `ops`: single operators for tests.
+void bind_ops(pybind11::module_& m);
+
+}  // namespace ktc

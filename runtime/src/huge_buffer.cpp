@@ -1,0 +1,138 @@
+#include "huge_buffer.h"
+
+#include <fcntl.h>
+#include <linux/mempolicy.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <stdexcept>
+#include <vector>
+
+#include "cpu.h"
+
+namespace ktc {
+namespace {
+
+constexpr int64_t kChunk = 8 << 20;  // whole huge pages, so that one thread touches each of them first
+
+// Empty, or why the memory stays unbound.
+std::string bind_to_node(void* data, int64_t nbytes, int node) {
+  const std::vector<NumaNode> nodes = numa_nodes();
+  if (node < 0 || nodes.size() < 2 || node >= static_cast<int>(nodes.size())) return "";
+  const int id = nodes[node].id;
+  constexpr int kBits = 8 * sizeof(unsigned long);
+  std::vector<unsigned long> mask(id / kBits + 1, 0);
+  mask[id / kBits] |= 1ul << (id % kBits);
+  // The kernel reads one bit fewer than it is told.
+  if (syscall(SYS_mbind, data, nbytes, MPOL_BIND, mask.data(), mask.size() * kBits + 1, 0) == 0) return "";
+  return std::string("cannot bind memory to NUMA node ") + std::to_string(id) + ": " + std::strerror(errno) +
+         "; it goes where the reading threads are";
+}
+
+class File {
+ public:
+  explicit File(const std::string& path) : fd_(open(path.c_str(), O_RDONLY | O_CLOEXEC)) {}
+  ~File() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  int fd() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+struct Read {
+  const std::string* path;
+  int fd;
+  uint8_t* dst;
+  int64_t file_offset, nbytes;
+  std::vector<std::pair<int64_t, int64_t>> ranges;  // chunks [first, last) of each pool node
+  int64_t head;                                     // bytes before the first chunk boundary
+};
+
+std::runtime_error read_error(const std::string& path, int64_t offset, const std::string& reason) {
+  return std::runtime_error(path + ": " + reason + " at offset " + std::to_string(offset));
+}
+
+void read_chunk(void* context, const Task& task) {
+  const Read& r = *static_cast<const Read*>(context);
+  const int64_t chunk = r.ranges[task.node].first + task.index;
+  int64_t at = chunk == 0 ? 0 : r.head + (chunk - 1) * kChunk;
+  const int64_t end = std::min(r.nbytes, r.head + chunk * kChunk);
+  while (at < end) {
+    const ssize_t got = pread(r.fd, r.dst + at, end - at, r.file_offset + at);
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) throw read_error(*r.path, r.file_offset + at, std::string("read failed: ") + std::strerror(errno));
+    if (got == 0) throw read_error(*r.path, r.file_offset + at, "file ends too early");
+    at += got;
+  }
+}
+
+}  // namespace
+
+HugeBuffer::HugeBuffer(int64_t nbytes, int node) : nbytes_(nbytes), node_(node) {
+  if (nbytes < 0) throw std::invalid_argument("negative buffer size");
+  mapping_ = Mapping(nbytes);
+  if (nbytes > 0) bind_warning_ = bind_to_node(mapping_.data(), mapping_.size(), node);
+}
+
+void HugeBuffer::read_file(const std::string& path, int64_t file_offset, int64_t nbytes, int64_t dst_offset,
+                           Pool& pool) {
+  if (nbytes < 0 || file_offset < 0 || dst_offset < 0 || nbytes > nbytes_ - dst_offset)
+    throw std::invalid_argument("read of " + std::to_string(nbytes) + " bytes at " + std::to_string(dst_offset) +
+                                " does not fit a buffer of " + std::to_string(nbytes_));
+  if (!bind_warning_.empty()) pool.warn(bind_warning_);
+  const File file(path);
+  if (file.fd() < 0) throw read_error(path, file_offset, std::string("cannot open: ") + std::strerror(errno));
+  if (nbytes == 0) return;
+
+  Read read{&path, file.fd(), mapping_.data() + dst_offset, file_offset, nbytes, {}, 0};
+  read.head = std::min(nbytes, kChunk - dst_offset % kChunk);
+  const int64_t chunks = 1 + (nbytes - read.head + kChunk - 1) / kChunk;
+  Job* job = pool.acquire();
+  try {
+    job->reset(nullptr, Schedule::kDynamic, 0);
+    const int phase = job->add_phase(&read_chunk, &read);
+    const int nodes = pool.nodes();
+    for (int i = 0; i < nodes; ++i) {
+      std::pair<int64_t, int64_t> range{chunks * i / nodes, chunks * (i + 1) / nodes};
+      if (node_ >= 0) range = i == node_ % nodes ? std::make_pair<int64_t>(0, int64_t{chunks}) : std::pair<int64_t, int64_t>{0, 0};
+      read.ranges.push_back(range);
+      job->set_tasks(phase, i, range.second - range.first);
+    }
+    pool.submit(job);
+    pool.wait(job);
+  } catch (...) {
+    pool.release(job);
+    throw;
+  }
+  pool.release(job);
+}
+
+int64_t HugeBuffer::huge_bytes() const {
+  if (mapping_.size() == 0) return 0;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(mapping_.data()), end = begin + mapping_.size();
+  std::ifstream smaps("/proc/self/smaps");
+  int64_t total = 0;
+  bool inside = false;
+  for (std::string line; std::getline(smaps, line);) {
+    unsigned long first = 0, last = 0;
+    long kb = 0;
+    if (std::sscanf(line.c_str(), "%lx-%lx ", &first, &last) == 2) {
+      inside = first < end && last > begin;
+    } else if (inside && std::sscanf(line.c_str(), "AnonHugePages: %ld kB", &kb) == 1) {
+      total += kb * 1024;
+    }
+  }
+  return std::min<int64_t>(total, mapping_.size());  // a neighbour may share the kernel's range
+}
+
+}  // namespace ktc

@@ -1,0 +1,201 @@
+#include "moe.h"
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <stdexcept>
+
+#include "moe_call.h"
+#include "splitting.h"
+
+namespace ktc {
+namespace {
+
+constexpr int64_t kMaxChunkTokens = 4096;
+constexpr int64_t kScratchBudget = int64_t{1} << 30;  // of one chunk, staging not included
+
+std::invalid_argument bad(const std::string& message) { return std::invalid_argument("moe: " + message); }
+
+void check_weight(const ktc_weight& w, const Scheme& scheme, const char* what, size_t node, size_t expert) {
+  const std::string where = std::string(what) + " of expert " + std::to_string(expert) + " on node " +
+                            std::to_string(node);
+  if (w.tiles == nullptr || reinterpret_cast<uintptr_t>(w.tiles) % 64 != 0)
+    throw bad(where + ": tiles must be 64-byte aligned and not null");
+  if (scheme.integer() && w.scale == nullptr) throw bad(where + ": scales are missing");
+  if (scheme.scale == KTC_SCALE_INTEGER && w.mult == nullptr) throw bad(where + ": multipliers are missing");
+}
+
+void check_options(const MoeOptions& o, const Pool& pool) {
+  if (o.experts < 1 || o.top_k < 1 || o.hidden < 1 || o.intermediate < 1)
+    throw bad("experts, top_k, hidden and intermediate must be at least 1");
+  if (o.activation != KTC_SILU_MUL && o.activation != KTC_SILU_CLAMP && o.activation != KTC_SWIGLU_OAI)
+    throw bad("not an activation");
+  if (static_cast<int>(o.nodes.size()) != pool.nodes())
+    throw bad("weights are split over " + std::to_string(o.nodes.size()) + " nodes, the pool has " +
+              std::to_string(pool.nodes()));
+  const int64_t i_pad = round_up(o.intermediate, 64);
+  int64_t edge = 0;
+  for (size_t n = 0; n < o.nodes.size(); ++n) {
+    const MoeNode& node = o.nodes[n];
+    if (node.begin != edge || node.end <= node.begin || node.end % 64 != 0)
+      throw bad("split of node " + std::to_string(n) + " [" + std::to_string(node.begin) + ", " +
+                std::to_string(node.end) + ") must follow the one before and end on a multiple of 64");
+    if (o.scheme.group > 0 && node.begin % o.scheme.group != 0)
+      throw bad("split of node " + std::to_string(n) + " cuts a group of " + std::to_string(o.scheme.group));
+    edge = node.end;
+    if (static_cast<int64_t>(node.gate_up.size()) != o.experts || static_cast<int64_t>(node.down.size()) != o.experts)
+      throw bad("node " + std::to_string(n) + " has weights of " + std::to_string(node.gate_up.size()) +
+                " experts instead of " + std::to_string(o.experts));
+    for (size_t e = 0; e < node.gate_up.size(); ++e) {
+      check_weight(node.gate_up[e], o.scheme, "gate_up", n, e);
+      check_weight(node.down[e], o.scheme, "down", n, e);
+      if (n > 0 && node.down[e].bias != nullptr) throw bad("the bias of down belongs to node 0 only");
+    }
+  }
+  if (edge != i_pad)
+    throw bad("splits end at " + std::to_string(edge) + ", the padded intermediate size is " + std::to_string(i_pad));
+}
+
+}  // namespace
+
+Moe::Moe(std::shared_ptr<KernelLib> lib, std::shared_ptr<Pool> pool, MoeOptions options)
+    : lib_(std::move(lib)), pool_(std::move(pool)), o_(std::move(options)) {
+  check_options(o_, *pool_);
+  h_pad_ = round_up(o_.hidden, 64);
+  gate_up_.emplace_back(*lib_, o_.scheme, o_.activation, h_pad_, o_.force);
+  kernel_scratch_ = gate_up_[0].scratch_bytes();
+  for (const MoeNode& node : o_.nodes) {
+    down_.emplace_back(*lib_, o_.scheme, KTC_SCATTER_ADD, node.width(), o_.force);
+    kernel_scratch_ = std::max(kernel_scratch_, down_.back().scratch_bytes());
+  }
+  chunk_tokens_ = kMaxChunkTokens;
+  while (chunk_tokens_ > 16 && MoeCall::scratch_bytes(*this, chunk_tokens_, false) > kScratchBudget)
+    chunk_tokens_ /= 2;
+}
+
+Moe::~Moe() {
+  for (auto& [ticket, call] : calls_) {
+    try {
+      pool_->wait(call->job);
+    } catch (...) {  // nobody asked for the result
+    }
+    pool_->release(call->job);
+  }
+}
+
+void Moe::check_ids(int64_t tokens, const int64_t* ids) const {
+  if (tokens < 0) throw bad("negative token count");
+  for (int64_t i = 0; i < tokens * o_.top_k; ++i) {
+    if (ids[i] < 0 || ids[i] >= o_.experts)
+      throw bad("token " + std::to_string(i / o_.top_k) + " is routed to expert " + std::to_string(ids[i]) +
+                ", there are " + std::to_string(o_.experts));
+  }
+}
+
+std::unique_ptr<MoeCall> Moe::take_call() {
+  std::unique_ptr<MoeCall> call;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!idle_.empty()) {
+      call = std::move(idle_.back());
+      idle_.pop_back();
+    }
+  }
+  if (!call) call = std::make_unique<MoeCall>(*this);
+  call->job = pool_->acquire();
+  return call;
+}
+
+void Moe::give_back(std::unique_ptr<MoeCall> call) {
+  pool_->release(call->job);
+  call->job = nullptr;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  idle_.push_back(std::move(call));
+}
+
+int64_t Moe::submit(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights) {
+  check_ids(tokens, ids);
+  std::unique_ptr<MoeCall> call = take_call();
+  try {
+    call->lay_out(tokens, true);
+    for (int64_t t = 0; t < tokens; ++t)
+      std::memcpy(call->staged_x + t * o_.hidden, x + t * ld_x, o_.hidden * sizeof(float));
+    if (tokens > 0) {
+      std::memcpy(call->staged_ids, ids, tokens * o_.top_k * sizeof(int64_t));
+      std::memcpy(call->staged_weights, weights, tokens * o_.top_k * sizeof(float));
+    }
+    call->x = call->staged_x;
+    call->ids = call->staged_ids;
+    call->weights = call->staged_weights;
+    call->out = call->staged_out;
+    call->ld_x = call->ld_out = o_.hidden;
+    call->add_phases();
+    pool_->submit(call->job);
+  } catch (...) {
+    give_back(std::move(call));
+    throw;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  calls_.emplace(next_ticket_, std::move(call));
+  return next_ticket_++;
+}
+
+void Moe::collect(int64_t ticket, float* out, int64_t ld_out) {
+  std::unique_ptr<MoeCall> call;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = calls_.find(ticket);
+    if (it == calls_.end())
+      throw bad("ticket " + std::to_string(ticket) + " was never issued or is already collected");
+    call = std::move(it->second);
+    calls_.erase(it);
+  }
+  try {
+    pool_->wait(call->job);
+  } catch (...) {
+    give_back(std::move(call));
+    throw;
+  }
+  for (int64_t t = 0; t < call->tokens; ++t)
+    std::memcpy(out + t * ld_out, call->staged_out + t * o_.hidden, o_.hidden * sizeof(float));
+  give_back(std::move(call));
+}
+
+void Moe::forward(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights, float* out,
+                  int64_t ld_out) {
+  check_ids(tokens, ids);
+  if (tokens == 0) return;
+  std::unique_ptr<MoeCall> call = take_call();
+  try {
+    call->lay_out(tokens, false);
+    call->x = x;
+    call->ld_x = ld_x;
+    call->ids = ids;
+    call->weights = weights;
+    call->out = out;
+    call->ld_out = ld_out;
+    call->add_phases();
+    pool_->submit(call->job);
+    pool_->wait(call->job);
+  } catch (...) {
+    give_back(std::move(call));
+    throw;
+  }
+  give_back(std::move(call));
+}
+
+int64_t Moe::scratch_bytes(int64_t tokens) const { return MoeCall::scratch_bytes(*this, tokens, true); }
+
+std::vector<KernelChoice::Use> Moe::report() const {
+  std::map<std::string, int64_t> calls;
+  const auto add = [&calls](const KernelChoice& choice) {
+    for (const KernelChoice::Use& use : choice.report()) calls[use.name] += use.calls;
+  };
+  add(gate_up_[0]);
+  for (const KernelChoice& choice : down_) add(choice);
+  std::vector<KernelChoice::Use> uses;
+  for (const auto& [name, count] : calls) uses.push_back({name, count});
+  return uses;
+}
+
+}  // namespace ktc

@@ -1,0 +1,87 @@
+// The routed experts of one layer: quantise, gate + up + activation, down, weighted sum.
+//
+// Tokens are sorted by expert (stable), so an expert multiplies its rows as one matrix. The result is
+// the same bits for every thread count and schedule: a task owns its output columns and adds the
+// experts in ascending order; partial sums of the nodes are added in node order. Routing itself
+// (which experts, what weights) is the caller's.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernel_lib.h"
+#include "pool.h"
+
+namespace ktc {
+
+struct MoeNode {
+  int64_t begin = 0, end = 0;  // range of the padded intermediate size
+  std::vector<ktc_weight> gate_up, down;  // [expert]
+  int64_t width() const { return end - begin; }
+};
+
+struct MoeOptions {
+  int64_t experts = 0, top_k = 0, hidden = 0, intermediate = 0;
+  ktc_epilogue activation = KTC_SILU_MUL;
+  float alpha = 0.0f, limit = 0.0f;
+  Scheme scheme;
+  std::vector<MoeNode> nodes;
+  std::string force;
+  Schedule schedule = Schedule::kDynamic;
+};
+
+struct MoeCall;
+
+class Moe {
+ public:
+  // Throws std::invalid_argument for shapes, splits or pointers that do not fit together.
+  Moe(std::shared_ptr<KernelLib> lib, std::shared_ptr<Pool> pool, MoeOptions options);
+  // Waits for tickets that were never collected.
+  ~Moe();
+
+  // x f32 [tokens, hidden], ids [tokens, top_k], weights f32 [tokens, top_k]; all are copied.
+  // Throws std::invalid_argument naming token and id if an id is out of range.
+  int64_t submit(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights);
+  // Writes out f32 [tokens, hidden]; tickets in any order, each once.
+  void collect(int64_t ticket, float* out, int64_t ld_out);
+  // submit and collect without the copies.
+  void forward(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights, float* out,
+               int64_t ld_out);
+
+  // Scratch of one call with so many tokens, staging included.
+  int64_t scratch_bytes(int64_t tokens) const;
+  // Tokens worked on at once; more are done in chunks of this size.
+  int64_t chunk_tokens() const { return chunk_tokens_; }
+
+  const MoeOptions& options() const { return o_; }
+  const Pool& pool() const { return *pool_; }
+  std::vector<KernelChoice::Use> report() const;
+
+ private:
+  friend struct MoeCall;
+
+  std::unique_ptr<MoeCall> take_call();
+  void give_back(std::unique_ptr<MoeCall> call);
+  void check_ids(int64_t tokens, const int64_t* ids) const;
+
+  const std::shared_ptr<KernelLib> lib_;
+  const std::shared_ptr<Pool> pool_;
+  const MoeOptions o_;
+  int64_t h_pad_ = 0;
+  int64_t chunk_tokens_ = 0;
+  std::vector<KernelChoice> gate_up_;  // one choice, shared by the nodes
+  std::vector<KernelChoice> down_;     // [node]: k differs
+  int64_t kernel_scratch_ = 0;
+
+  std::mutex mutex_;  // calls_, idle_, next_ticket_
+  std::map<int64_t, std::unique_ptr<MoeCall>> calls_;
+  std::vector<std::unique_ptr<MoeCall>> idle_;
+  int64_t next_ticket_ = 1;
+};
+
+}  // namespace ktc

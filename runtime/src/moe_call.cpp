@@ -1,0 +1,310 @@
+#include "moe_call.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "splitting.h"
+
+namespace ktc {
+namespace {
+
+enum Phase { kPlan, kQuantizeX, kGateUp, kQuantizeH, kDown, kCombine, kPhases };
+
+// Stands in for an Arena to find out how much `take` will ask for.
+struct Measure {
+  int64_t bytes = 0;
+  template <typename T>
+  T* take(int64_t count) {
+    bytes += Arena::bytes_for<T>(count);
+    return nullptr;
+  }
+};
+
+}  // namespace
+
+template <typename Space>
+ktc_act MoeCall::take_act(Space& space, int64_t rows, int64_t k_pad) const {
+  const Scheme& scheme = m.o_.scheme;
+  ktc_act act{};
+  act.tiles = space.template take<uint8_t>(rows / 16 * scheme.steps(k_pad) * 1024);
+  if (scheme.integer()) {
+    act.scale = space.template take<float>(rows);
+    act.sums = space.template take<int32_t>(rows * scheme.act_groups(k_pad));
+  }
+  return act;
+}
+
+template <typename Space>
+void MoeCall::take(Space& space, int64_t total, bool staged) {
+  const MoeOptions& o = m.o_;
+  if (staged) {
+    staged_x = space.template take<float>(total * o.hidden);
+    staged_ids = space.template take<int64_t>(total * o.top_k);
+    staged_weights = space.template take<float>(total * o.top_k);
+    staged_out = space.template take<float>(total * o.hidden);
+  }
+  const int64_t chunk = m.chunk_tokens_ > 0 ? std::min(total, m.chunk_tokens_) : total;
+  const int64_t slots = chunk * o.top_k;
+  const int64_t max_active = std::min(o.experts, slots);
+  const int64_t rows = round_up(slots + 15 * max_active, 16);  // every expert starts on a whole tile
+  active = space.template take<Active>(max_active);
+  expert_rows = space.template take<int64_t>(o.experts);
+  dst_row = space.template take<int64_t>(slots);
+  row_index = space.template take<int64_t>(rows);
+  row_weight = space.template take<float>(rows);
+  row_amax = o.scheme.integer() ? space.template take<float>(rows) : nullptr;
+  x_act = take_act(space, rows, m.h_pad_);
+  for (size_t n = 0; n < o.nodes.size(); ++n) {
+    const int64_t width = o.nodes[n].width();
+    nodes[n].h = space.template take<float>(rows * width);
+    nodes[n].act = take_act(space, rows, width);
+    nodes[n].partial = n > 0 ? space.template take<float>(chunk * o.hidden) : nullptr;
+    nodes[n].panels = space.template take<Panel>(max_active * (width / 16));
+  }
+}
+
+int64_t MoeCall::scratch_bytes(const Moe& moe, int64_t tokens, bool staged) {
+  MoeCall call(moe);
+  Measure measure;
+  call.take(measure, tokens, staged);
+  return measure.bytes;
+}
+
+void MoeCall::lay_out(int64_t total, bool staged) {
+  tokens = total;
+  Measure measure;
+  take(measure, total, staged);
+  job->reset(m.lib_->raw(), m.o_.schedule, m.kernel_scratch_);
+  job->arena.reserve(measure.bytes);
+  take(job->arena, total, staged);
+}
+
+void MoeCall::add_phases() {
+  constexpr TaskFunction functions[kPhases] = {&plan_task,       &quantize_x_task, &gate_up_task,
+                                               &quantize_h_task, &down_task,       &combine_task};
+  begin = count = 0;
+  first_phase = -kPhases;
+  for (int64_t done = 0; done < tokens; done += m.chunk_tokens_) {
+    for (int p = 0; p < kPhases; ++p) {
+      const int phase = job->add_phase(functions[p], this);
+      if (p != kPlan) continue;
+      job->set_serial(phase, true);
+      job->set_tasks(phase, 0, 1);
+    }
+  }
+}
+
+// ---- plan: who goes where ------------------------------------------------------------------------
+
+void MoeCall::plan_task(void* context, const Task&) {
+  MoeCall& call = *static_cast<MoeCall*>(context);
+  call.begin += call.count;
+  call.count = std::min(call.m.chunk_tokens_, call.tokens - call.begin);
+  call.first_phase += kPhases;
+  call.sort_by_expert();
+  call.cut_tasks();
+}
+
+// Stable counting sort of (token, slot) by expert; an expert's rows start on a whole tile.
+void MoeCall::sort_by_expert() {
+  const MoeOptions& o = m.o_;
+  const int64_t slots = count * o.top_k;
+  const int64_t* chunk_ids = ids + begin * o.top_k;
+  std::fill(expert_rows, expert_rows + o.experts, 0);
+  for (int64_t s = 0; s < slots; ++s) ++expert_rows[chunk_ids[s]];
+  active_count = 0;
+  int64_t row = 0, first = 0;
+  for (int64_t e = 0; e < o.experts; ++e) {
+    const int64_t n = expert_rows[e];
+    if (n == 0) continue;
+    active[active_count++] = Active{e, row, n, first};
+    expert_rows[e] = row;  // from here on: the next free row
+    row += round_up(n, 16);
+    first += n;
+  }
+  for (int64_t s = 0; s < slots; ++s) {
+    const int64_t at = expert_rows[chunk_ids[s]]++;
+    dst_row[s] = at;
+    row_index[at] = s / o.top_k;
+    row_weight[at] = weights[begin * o.top_k + s];
+  }
+  if (row_amax != nullptr) std::fill(row_amax, row_amax + row, 0.0f);
+}
+
+void MoeCall::cut_tasks() {
+  const MoeOptions& o = m.o_;
+  const int node_count = static_cast<int>(nodes.size());
+  const int64_t threads = m.pool_->threads();
+  const int64_t slots = count * o.top_k;
+
+  const bool serial_x = slots * o.hidden <= kSerialElements;
+  pieces_x = serial_x ? 1 : std::min(count, threads * 4);
+  job->set_serial(first_phase + kQuantizeX, serial_x);
+
+  const bool serial_h = slots * round_up(o.intermediate, 64) <= kSerialElements;
+  piece_h = serial_h ? slots : std::max<int64_t>(8, ceil_div(slots, threads * 8));
+  pieces_h = ceil_div(slots, piece_h);
+  job->set_serial(first_phase + kQuantizeH, serial_h);
+
+  const bool serial_out = count * o.hidden <= kSerialElements;
+  pieces_out = node_count == 1 ? 0 : serial_out ? 1 : std::min(count, threads * 4);
+  job->set_serial(first_phase + kCombine, serial_out);
+
+  for (int n = 0; n < node_count; ++n) {
+    const auto share = [n, node_count](int64_t total) {
+      return share_begin(total, n + 1, node_count) - share_begin(total, n, node_count);
+    };
+    job->set_tasks(first_phase + kQuantizeX, n, share(pieces_x));
+    job->set_tasks(first_phase + kQuantizeH, n, pieces_h);
+    job->set_tasks(first_phase + kCombine, n, share(pieces_out));
+    cut_gate_up(n);
+
+    const int64_t blocks = ceil_div(o.hidden, 32);
+    int64_t cost = 0;  // of one block over all active experts
+    for (int64_t a = 0; a < active_count; ++a)
+      cost += block_cost(o.scheme.block_bytes(o.nodes[n].width()), active[a].count);
+    const int64_t target = std::max(blocks * cost / (m.pool_->node_threads(n) * kTasksPerThread), kMinTaskCost);
+    nodes[n].column_pieces = pieces_for(blocks, cost, target);
+    job->set_tasks(first_phase + kDown, n, nodes[n].column_pieces);
+  }
+  for (int64_t a = 0; a < active_count; ++a) {
+    m.gate_up_[0].count(active[a].count);
+    for (const KernelChoice& choice : m.down_) choice.count(active[a].count);
+  }
+}
+
+void MoeCall::cut_gate_up(int n) {
+  const int64_t blocks = m.o_.nodes[n].width() / 16;
+  const int64_t block_bytes = m.o_.scheme.block_bytes(m.h_pad_);
+  int64_t total = 0;
+  for (int64_t a = 0; a < active_count; ++a) total += blocks * block_cost(block_bytes, active[a].count);
+  const int64_t target = std::max(total / (m.pool_->node_threads(n) * kTasksPerThread), kMinTaskCost);
+  const int64_t l2_pieces = std::min(blocks, ceil_div(blocks * block_bytes, kPanelBytes));
+  int64_t tasks = 0;
+  for (int64_t a = 0; a < active_count; ++a) {
+    const int64_t pieces =
+        std::max(pieces_for(blocks, block_cost(block_bytes, active[a].count), target), l2_pieces);
+    for (int64_t p = 0; p < pieces; ++p)
+      nodes[n].panels[tasks++] = Panel{a, piece_begin(blocks, pieces, p), piece_begin(blocks, pieces, p + 1)};
+  }
+  job->set_tasks(first_phase + kGateUp, n, tasks);
+}
+
+// ---- work ----------------------------------------------------------------------------------------
+
+void MoeCall::quantize_x_task(void* context, const Task& task) {
+  const MoeCall& call = *static_cast<const MoeCall*>(context);
+  const MoeOptions& o = call.m.o_;
+  const int64_t piece = share_begin(call.pieces_x, task.node, static_cast<int>(call.nodes.size())) + task.index;
+  ktc_quant_args args{};
+  args.struct_size = sizeof args;
+  args.k_valid = o.hidden;
+  args.k = call.m.h_pad_;
+  args.m_begin = piece_begin(call.count, call.pieces_x, piece);
+  args.m_end = piece_begin(call.count, call.pieces_x, piece + 1);
+  args.x = call.x + call.begin * call.ld_x;
+  args.ld_x = call.ld_x;
+  args.dst_row = call.dst_row;
+  args.copies = o.top_k;
+  args.act = call.x_act;
+  check_kernel(call.m.gate_up_[0].quantize()(&args), "quantize");
+}
+
+void MoeCall::gate_up_task(void* context, const Task& task) {
+  const MoeCall& call = *static_cast<const MoeCall*>(context);
+  const MoeOptions& o = call.m.o_;
+  const Node& node = call.nodes[task.node];
+  const Panel& panel = node.panels[task.index];
+  const Active& a = call.active[panel.active];
+  const ktc_gemm_kernel& kernel = call.m.gate_up_[0].pick(a.count);
+  ktc_gemm_args args{};
+  args.struct_size = sizeof args;
+  args.k = call.m.h_pad_;
+  args.m_begin = a.row;
+  args.m_end = a.row + a.count;
+  args.block_begin = panel.begin;
+  args.block_end = panel.end;
+  args.n_out = o.nodes[task.node].width();
+  args.act = call.x_act;
+  args.weight = o.nodes[task.node].gate_up[a.expert];
+  args.out = node.h;
+  args.ld_out = args.n_out;
+  args.row_amax = call.row_amax;
+  args.act_alpha = o.alpha;
+  args.act_limit = o.limit;
+  args.scratch = task.scratch;
+  check_kernel(kernel.gemm(&args), kernel.name);
+}
+
+// Task i: the active rows [i, i + 1) * piece_h, counted without the padding between experts.
+void MoeCall::quantize_h_task(void* context, const Task& task) {
+  const MoeCall& call = *static_cast<const MoeCall*>(context);
+  const int64_t width = call.m.o_.nodes[task.node].width();
+  const Node& node = call.nodes[task.node];
+  int64_t row = task.index * call.piece_h;
+  const int64_t end = std::min(row + call.piece_h, call.count * call.m.o_.top_k);
+  const Active* const last = call.active + call.active_count;
+  const Active* a =
+      std::upper_bound<const Active*>(call.active, last, row, [](int64_t r, const Active& x) { return r < x.first; }) - 1;
+  ktc_quant_args args{};
+  args.struct_size = sizeof args;
+  args.k_valid = args.k = args.ld_x = width;
+  args.x = node.h;
+  args.copies = 1;
+  args.amax = call.row_amax;
+  args.act = node.act;
+  for (; row < end; ++a) {
+    const int64_t n = std::min(end, a->first + a->count) - row;
+    args.m_begin = a->row + (row - a->first);
+    args.m_end = args.m_begin + n;
+    check_kernel(call.m.down_[task.node].quantize()(&args), "quantize");
+    row += n;
+  }
+}
+
+void MoeCall::down_task(void* context, const Task& task) {
+  const MoeCall& call = *static_cast<const MoeCall*>(context);
+  const MoeOptions& o = call.m.o_;
+  const Node& node = call.nodes[task.node];
+  const int64_t blocks = ceil_div(o.hidden, 32);
+  ktc_gemm_args args{};
+  args.struct_size = sizeof args;
+  args.k = o.nodes[task.node].width();
+  args.block_begin = piece_begin(blocks, node.column_pieces, task.index);
+  args.block_end = piece_begin(blocks, node.column_pieces, task.index + 1);
+  args.n_out = o.hidden;
+  args.act = node.act;
+  args.out = task.node == 0 ? call.out + call.begin * call.ld_out : node.partial;
+  args.ld_out = task.node == 0 ? call.ld_out : o.hidden;
+  args.row_index = call.row_index;
+  args.row_weight = call.row_weight;
+  args.scratch = task.scratch;
+  const int64_t first = 32 * args.block_begin;
+  const int64_t columns = std::min(32 * args.block_end, o.hidden) - first;
+  for (int64_t t = 0; t < call.count; ++t)
+    std::memset(args.out + t * args.ld_out + first, 0, columns * sizeof(float));
+  for (int64_t i = 0; i < call.active_count; ++i) {
+    const Active& a = call.active[i];
+    const ktc_gemm_kernel& kernel = call.m.down_[task.node].pick(a.count);
+    args.m_begin = a.row;
+    args.m_end = a.row + a.count;
+    args.weight = o.nodes[task.node].down[a.expert];
+    check_kernel(kernel.gemm(&args), kernel.name);
+  }
+}
+
+void MoeCall::combine_task(void* context, const Task& task) {
+  const MoeCall& call = *static_cast<const MoeCall*>(context);
+  const int64_t hidden = call.m.o_.hidden;
+  const int64_t piece = share_begin(call.pieces_out, task.node, static_cast<int>(call.nodes.size())) + task.index;
+  const int64_t end = piece_begin(call.count, call.pieces_out, piece + 1);
+  for (int64_t t = piece_begin(call.count, call.pieces_out, piece); t < end; ++t) {
+    float* out = call.out + (call.begin + t) * call.ld_out;
+    for (size_t n = 1; n < call.nodes.size(); ++n) {
+      const float* part = call.nodes[n].partial + t * hidden;
+      for (int64_t c = 0; c < hidden; ++c) out[c] += part[c];
+    }
+  }
+}
+
+}  // namespace ktc

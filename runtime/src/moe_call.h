@@ -1,0 +1,86 @@
+// One call of a Moe on its way through the pool: its scratch and its phases.
+//
+// Phases of a chunk of tokens: plan (serial: sort by expert, cut tasks), quantise x, gate + up +
+// activation, quantise h, down + weighted sum, add the nodes' parts. Chunks reuse the same scratch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "moe.h"
+
+namespace ktc {
+
+struct MoeCall {
+  // An expert with tokens: rows [row, row + count) of the sorted activations.
+  struct Active {
+    int64_t expert, row, count;
+    int64_t first;  // active rows before it
+  };
+  // gate + up task: blocks [begin, end) of one expert.
+  struct Panel {
+    int64_t active, begin, end;
+  };
+  struct Node {
+    float* h;        // [rows, width]
+    ktc_act act;     // of h
+    float* partial;  // [chunk, hidden]; node 0 writes to the output itself
+    Panel* panels;
+    int64_t column_pieces;
+  };
+
+  explicit MoeCall(const Moe& moe) : m(moe), nodes(moe.o_.nodes.size()) {}
+
+  // Claims the arena of `job` for so many tokens. Staged: x, ids, weights and out live there too.
+  void lay_out(int64_t tokens, bool staged);
+  void add_phases();
+  static int64_t scratch_bytes(const Moe& moe, int64_t tokens, bool staged);
+
+  // Phases; `context` is the MoeCall.
+  static void plan_task(void* context, const Task& task);
+  static void quantize_x_task(void* context, const Task& task);
+  static void gate_up_task(void* context, const Task& task);
+  static void quantize_h_task(void* context, const Task& task);
+  static void down_task(void* context, const Task& task);
+  static void combine_task(void* context, const Task& task);
+
+  const Moe& m;
+  Job* job = nullptr;
+
+  // The whole call.
+  const float* x = nullptr;
+  int64_t ld_x = 0, tokens = 0;
+  const int64_t* ids = nullptr;
+  const float* weights = nullptr;
+  float* out = nullptr;
+  int64_t ld_out = 0;
+  float* staged_x = nullptr;
+  int64_t* staged_ids = nullptr;
+  float* staged_weights = nullptr;
+  float* staged_out = nullptr;
+
+  // The chunk in work: tokens [begin, begin + count).
+  int64_t begin = 0, count = 0;
+  int first_phase = 0;
+  Active* active = nullptr;
+  int64_t active_count = 0;
+  int64_t pieces_x = 0, piece_h = 0, pieces_h = 0, pieces_out = 0;
+  int64_t* expert_rows = nullptr;  // [experts]
+  int64_t* dst_row = nullptr;      // [chunk * top_k]
+  int64_t* row_index = nullptr;    // [rows]
+  float* row_weight = nullptr;     // [rows]
+  float* row_amax = nullptr;       // [rows], integer formats
+  ktc_act x_act{};
+  std::vector<Node> nodes;
+
+ private:
+  template <typename Space>
+  void take(Space& space, int64_t tokens, bool staged);
+  template <typename Space>
+  ktc_act take_act(Space& space, int64_t rows, int64_t k_pad) const;
+  void sort_by_expert();
+  void cut_tasks();
+  void cut_gate_up(int node);
+};
+
+}  // namespace ktc

@@ -1,0 +1,319 @@
+#include "pool.h"
+
+#include <sched.h>
+#include <signal.h>
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+
+#include "cpu.h"
+
+namespace ktc {
+namespace {
+
+constexpr int64_t kSpinNs = 30000;
+
+std::atomic<unsigned> g_fork_generation{0};
+thread_local bool t_inside_task = false;
+
+void watch_forks() {
+  static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { g_fork_generation.fetch_add(1, std::memory_order_relaxed); });
+  (void)registered;
+}
+
+// 0 or an errno value.
+int pin_thread(pthread_t thread, int cpu) {
+  if (cpu < 0) return EINVAL;
+  const size_t bytes = CPU_ALLOC_SIZE(cpu + 1);
+  cpu_set_t* set = CPU_ALLOC(cpu + 1);
+  CPU_ZERO_S(bytes, set);
+  CPU_SET_S(cpu, bytes, set);
+  const int rc = pthread_setaffinity_np(thread, bytes, set);
+  CPU_FREE(set);
+  return rc;
+}
+
+}  // namespace
+
+Pool::Pool(const std::vector<std::vector<int>>& nodes, bool pin) {
+  if (nodes.empty()) throw std::invalid_argument("a pool needs at least one node");
+  watch_forks();
+  fork_generation_ = g_fork_generation.load(std::memory_order_relaxed);
+  for (size_t node = 0; node < nodes.size(); ++node) {
+    if (nodes[node].empty())
+      throw std::invalid_argument("node " + std::to_string(node) + " of the pool has no CPUs");
+    node_threads_.push_back(static_cast<int>(nodes[node].size()));
+    for (size_t i = 0; i < nodes[node].size(); ++i) {
+      auto slot = std::make_unique<Slot>();
+      slot->index = static_cast<int>(i);
+      slot->node = static_cast<int>(node);
+      slot->cpu = nodes[node][i];
+      slot->pool = this;
+      slots_.push_back(std::move(slot));
+    }
+  }
+  spin_ns_ = slots_.size() > usable_cpus().size() ? 0 : kSpinNs;
+  start_workers(pin);
+}
+
+void Pool::start_workers(bool pin) {
+  // Signals such as Ctrl-C belong to the caller's threads.
+  sigset_t all, old;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  size_t started = 1;
+  int error = 0;
+  for (; started < slots_.size(); ++started) {
+    Slot& slot = *slots_[started];
+    error = pthread_create(&slot.thread, nullptr, &Pool::worker_main, &slot);
+    if (error != 0) break;
+    char name[16];
+    std::snprintf(name, sizeof name, "ktc-%d.%d", slot.node, slot.index);
+    pthread_setname_np(slot.thread, name);
+    if (!pin) continue;
+    const int rc = pin_thread(slot.thread, slot.cpu);
+    if (rc != 0)
+      warn("cannot pin a worker of node " + std::to_string(slot.node) + " to CPU " + std::to_string(slot.cpu) +
+           ": " + std::strerror(rc) + "; it runs unpinned");
+  }
+  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  if (error != 0) {
+    stop_workers(started);
+    throw std::runtime_error(std::string("cannot start worker thread: ") + std::strerror(error));
+  }
+}
+
+void Pool::stop_workers(size_t started) {
+  stop_.store(true, std::memory_order_seq_cst);
+  event_.notify();
+  for (size_t i = 1; i < started; ++i) pthread_join(slots_[i]->thread, nullptr);
+}
+
+Pool::~Pool() {
+  // After fork() the child has no workers to stop.
+  if (fork_generation_ == g_fork_generation.load(std::memory_order_relaxed)) stop_workers(slots_.size());
+}
+
+std::vector<std::string> Pool::warnings() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return warnings_;
+}
+
+void Pool::warn(const std::string& text) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const std::string& known : warnings_)
+    if (known == text) return;
+  warnings_.push_back(text);
+}
+
+void Pool::check_not_forked() const {
+  if (fork_generation_ != g_fork_generation.load(std::memory_order_relaxed))
+    throw std::runtime_error("this thread pool was made before fork(); make the pool in the child process");
+  if (t_inside_task) throw std::logic_error("a task of the pool cannot submit to or wait for the pool");
+}
+
+Job* Pool::acquire() {
+  check_not_forked();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const std::unique_ptr<Job>& job : jobs_) {
+    if (job->in_use_) continue;
+    bool touched = false;
+    for (const std::unique_ptr<Slot>& slot : slots_)
+      touched = touched || slot->hazard.load(std::memory_order_seq_cst) == job.get();
+    if (touched) continue;
+    job->in_use_ = true;
+    return job.get();
+  }
+  jobs_.push_back(std::unique_ptr<Job>(new Job(nodes())));
+  jobs_.back()->in_use_ = true;
+  return jobs_.back().get();
+}
+
+void Pool::release(Job* job) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  job->in_use_ = false;
+}
+
+// ---- working ------------------------------------------------------------------------------------
+
+void Pool::submit(Job* job) {
+  check_not_forked();
+  if (advance(*job, -1) == job->count_) {
+    job->done_.store(true, std::memory_order_release);
+    return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    queue_.push_back(job);
+    if (queue_.size() == 1) head_.store(job, std::memory_order_seq_cst);
+  }
+  event_.notify();
+}
+
+void Pool::wait(Job* job) {
+  check_not_forked();
+  while (!job->done_.load(std::memory_order_acquire)) {
+    const uint32_t released = released_.now();
+    bool mine = false;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!caller_busy_) caller_busy_ = mine = true;
+    }
+    if (!mine) {  // another thread works in slot 0; it or the workers will get to our job
+      if (!job->done_.load(std::memory_order_acquire)) released_.wait(released, 0);
+      continue;
+    }
+    Slot& slot = *slots_[0];
+    while (!job->done_.load(std::memory_order_acquire)) {
+      const uint32_t seen = event_.now();
+      Job* head = pin_head(slot);
+      if (head != nullptr) work_on(*head, slot);
+      slot.hazard.store(nullptr, std::memory_order_release);
+      if (head == nullptr && !job->done_.load(std::memory_order_acquire)) event_.wait(seen, spin_ns_);
+    }
+    leave_library(slot);  // other code on this thread may use tiles too
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      caller_busy_ = false;
+    }
+    released_.notify();
+  }
+  if (job->failed()) {
+    std::exception_ptr error;
+    {
+      const std::lock_guard<std::mutex> lock(job->error_mutex_);
+      error = job->error_;
+    }
+    std::rethrow_exception(error);
+  }
+}
+
+void* Pool::worker_main(void* argument) {
+  Slot& slot = *static_cast<Slot*>(argument);
+  slot.pool->work(slot);
+  return nullptr;
+}
+
+void Pool::work(Slot& slot) {
+  for (;;) {
+    const uint32_t seen = event_.now();
+    if (stop_.load(std::memory_order_seq_cst)) break;
+    Job* job = pin_head(slot);
+    if (job != nullptr) work_on(*job, slot);
+    slot.hazard.store(nullptr, std::memory_order_release);
+    if (job == nullptr) event_.wait(seen, spin_ns_);
+  }
+  leave_library(slot);
+}
+
+// The head of the queue, marked as in use by this thread. Null if there is none.
+Job* Pool::pin_head(Slot& slot) {
+  for (;;) {
+    Job* job = head_.load(std::memory_order_seq_cst);
+    slot.hazard.store(job, std::memory_order_seq_cst);
+    if (job == head_.load(std::memory_order_seq_cst)) return job;
+  }
+}
+
+// Stays until the job's last phase has ended (or is about to).
+void Pool::work_on(Job& job, Slot& slot) {
+  if (job.lib_ != nullptr && !enter_library(job.lib_, slot)) {
+    job.fail(std::make_exception_ptr(std::runtime_error(
+        std::string("the kernel library's thread_init failed (variant ") + job.lib_->variant + ")")));
+  }
+  if (slot.scratch.size() < job.scratch_bytes_) {
+    try {
+      slot.scratch = Mapping(job.scratch_bytes_);
+    } catch (...) {
+      job.fail(std::current_exception());
+    }
+  }
+  for (;;) {
+    const uint32_t seen = event_.now();
+    const int phase = job.phase_.load(std::memory_order_acquire);
+    if (phase == job.count_) return;
+    Job::Counter& counter = job.counters_[phase * job.nodes_ + slot.node];
+    if (job.schedule_ == Schedule::kDynamic) {
+      for (;;) {
+        const int64_t index = counter.next.fetch_add(1, std::memory_order_relaxed);
+        if (index >= counter.count) break;
+        run_task(job, phase, slot, index);
+      }
+    } else {
+      // Each thread meets each phase once: it leaves this loop only when the phase has changed.
+      const int64_t threads = node_threads_[slot.node];
+      const int64_t end = counter.count * (slot.index + 1) / threads;
+      for (int64_t index = counter.count * slot.index / threads; index < end; ++index)
+        run_task(job, phase, slot, index);
+    }
+    uint32_t before = seen;
+    while (job.phase_.load(std::memory_order_acquire) == phase) {
+      event_.wait(before, spin_ns_);
+      before = event_.now();
+    }
+  }
+}
+
+void Pool::run_task(Job& job, int phase, Slot& slot, int64_t index) {
+  Job::Phase& p = job.phases_[phase];
+  if (!job.failed()) {
+    t_inside_task = true;
+    try {
+      p.run(p.context, Task{index, slot.node, slot.scratch.data()});
+    } catch (...) {
+      job.fail(std::current_exception());
+    }
+    t_inside_task = false;
+  }
+  if (p.remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    if (advance(job, phase) == job.count_) finish(job);
+    event_.notify();
+  }
+}
+
+// Runs the serial phases after `from`, then publishes and returns the next one that has shared work.
+int Pool::advance(Job& job, int from) {
+  int next = from + 1;
+  for (; next < job.count_; ++next) {
+    Job::Phase& phase = job.phases_[next];
+    if (!phase.serial && !job.failed() && phase.remaining.load(std::memory_order_relaxed) > 0) break;
+    if (job.failed()) continue;
+    try {
+      for (int node = 0; node < job.nodes_; ++node) {
+        const int64_t count = job.counters_[next * job.nodes_ + node].count;
+        for (int64_t index = 0; index < count; ++index) phase.run(phase.context, Task{index, node, nullptr});
+      }
+    } catch (...) {
+      job.fail(std::current_exception());
+    }
+  }
+  job.phase_.store(next, std::memory_order_seq_cst);
+  return next;
+}
+
+void Pool::finish(Job& job) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    queue_.pop_front();
+    head_.store(queue_.empty() ? nullptr : queue_.front(), std::memory_order_seq_cst);
+  }
+  job.done_.store(true, std::memory_order_release);  // the owner may reuse the job from here on
+  released_.notify();
+}
+
+bool Pool::enter_library(const ktc_kernel_lib* lib, Slot& slot) {
+  if (slot.lib == lib) return true;
+  leave_library(slot);
+  if (lib->thread_init != nullptr && lib->thread_init() != KTC_OK) return false;
+  slot.lib = lib;
+  return true;
+}
+
+void Pool::leave_library(Slot& slot) {
+  if (slot.lib != nullptr && slot.lib->thread_fini != nullptr) slot.lib->thread_fini();
+  slot.lib = nullptr;
+}
+
+}  // namespace ktc

@@ -1,0 +1,89 @@
+// The one thread pool: nodes of pinned workers that work through jobs in order of submission.
+//
+// The thread that waits for a job works too, as the first thread of node 0, so a pool of T CPUs
+// starts T - 1 workers. Idle threads spin for tens of microseconds, then sleep; they do not spin at
+// all when there are more threads than CPUs.
+#pragma once
+
+#include <pthread.h>
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "event.h"
+#include "job.h"
+
+namespace ktc {
+
+class Pool {
+ public:
+  // nodes[i] = CPU ids of node i; a CPU may appear several times (emulated nodes).
+  // Throws std::invalid_argument for no nodes or an empty one, std::runtime_error if a thread cannot start.
+  Pool(const std::vector<std::vector<int>>& nodes, bool pin);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int nodes() const { return static_cast<int>(node_threads_.size()); }
+  int threads() const { return static_cast<int>(slots_.size()); }
+  int node_threads(int node) const { return node_threads_[node]; }
+  std::vector<std::string> warnings() const;
+  void warn(const std::string& text);
+
+  // A job whose arena may hold memory from earlier use. The pool owns it; give it back with release.
+  Job* acquire();
+  void release(Job* job);
+
+  // Starts the job. It may finish before `wait`, but a pool without workers only works in `wait`.
+  // Throws std::runtime_error in a process forked after the pool was made.
+  void submit(Job* job);
+  // Works until the job is done; rethrows the first exception of its tasks.
+  void wait(Job* job);
+
+ private:
+  struct alignas(64) Slot {
+    int index = 0;            // within its node
+    int node = 0;
+    int cpu = -1;
+    Pool* pool = nullptr;
+    pthread_t thread{};
+    std::atomic<Job*> hazard{nullptr};  // a job this thread may touch: it must not be reused
+    const ktc_kernel_lib* lib = nullptr;
+    Mapping scratch;
+  };
+
+  static void* worker_main(void* slot);
+  void start_workers(bool pin);
+  void stop_workers(size_t started);
+  void work(Slot& slot);
+  Job* pin_head(Slot& slot);
+  void work_on(Job& job, Slot& slot);
+  void run_task(Job& job, int phase, Slot& slot, int64_t index);
+  int advance(Job& job, int from);
+  void finish(Job& job);
+  static bool enter_library(const ktc_kernel_lib* lib, Slot& slot);
+  static void leave_library(Slot& slot);
+  void check_not_forked() const;
+
+  std::vector<int> node_threads_;
+  std::vector<std::unique_ptr<Slot>> slots_;  // slots_[0] belongs to whoever waits
+  std::vector<std::unique_ptr<Job>> jobs_;
+  int64_t spin_ns_ = 0;
+  unsigned fork_generation_;
+
+  mutable std::mutex mutex_;  // the queue, jobs_, warnings_, caller_busy_; never held while working
+  std::deque<Job*> queue_;
+  std::vector<std::string> warnings_;
+  bool caller_busy_ = false;
+  std::atomic<Job*> head_{nullptr};
+  std::atomic<bool> stop_{false};
+  Event event_;     // a job arrived, a phase or a job ended
+  Event released_;  // slot 0 is free again, or a job ended
+};
+
+}  // namespace ktc

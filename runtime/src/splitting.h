@@ -1,0 +1,38 @@
+// How work is cut into tasks: one place for the numbers that tuning will change.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace ktc {
+
+// Tasks per thread that dynamic scheduling wants, so that the last ones even out the load.
+constexpr int64_t kTasksPerThread = 8;
+// Weight bytes of one task at most: they stay in L2 while the rows pass over them.
+constexpr int64_t kPanelBytes = 1 << 20;
+// Cost (bytes read, see block_cost) below which a task is not worth sharing.
+constexpr int64_t kMinTaskCost = 32 << 10;
+// Elements that one thread converts faster than others could be woken.
+constexpr int64_t kSerialElements = 32 << 10;
+// Rows after which multiplying a weight block costs as much again as reading it.
+constexpr int64_t kRowsPerRead = 64;
+
+// Cost of one 32-row weight block for `rows` rows of activations, in bytes read.
+constexpr int64_t block_cost(int64_t block_bytes, int64_t rows) {
+  return block_bytes + block_bytes * rows / kRowsPerRead;
+}
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Piece `i` of `pieces` of [0, total): begins at total * i / pieces.
+constexpr int64_t piece_begin(int64_t total, int64_t pieces, int64_t i) { return total * i / pieces; }
+
+// Pieces for `units` indivisible units of `unit_cost` each, when tasks should cost about `target`.
+inline int64_t pieces_for(int64_t units, int64_t unit_cost, int64_t target) {
+  return std::clamp<int64_t>(ceil_div(units * unit_cost, std::max<int64_t>(target, 1)), 1, units);
+}
+
+// Half-open share of node `node` when `total` tasks that any node may run are dealt out.
+constexpr int64_t share_begin(int64_t total, int node, int nodes) { return total * node / nodes; }
+
+}  // namespace ktc

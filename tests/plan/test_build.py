@@ -118,7 +118,7 @@ def test_tied_head() -> None:
 
 def test_protected_linears_are_left_alone_and_noted() -> None:
     """The paper's third rule also matches kv_b_proj (deepseek) and shared_expert_gate (qwen2)."""
-    every = "- match: {name: '^(?!lm_head$).*', class: torch.nn.Linear}\n  replace: {class: ktc.Linear, kwargs: {data_type: int8}}\n"
+    every = LINEAR.replace("role: linear", "name: '^(?!lm_head$).*', class: torch.nn.Linear")
     for family, name in (
         ("deepseek_v3", "model.layers.0.self_attn.kv_b_proj"),
         ("qwen2_moe", "model.layers.0.mlp.shared_expert_gate"),
@@ -138,7 +138,7 @@ def test_protected_linears_are_left_alone_and_noted() -> None:
 
 
 def test_c7_a_rule_that_matches_nothing() -> None:
-    wrong = "- match: {class: modeling_deepseek_v2.DeepseekV2MoE}\n  replace: {class: ktc.FusedMoE, kwargs: {data_type: int4}}\n"
+    wrong = MOE.replace("role: moe", "class: modeling_deepseek_v2.DeepseekV2MoE")
     error = refused("deepseek_v3", LINEAR + wrong)
     assert error.message.startswith("rule 2 (r.yaml:3): matches no module of this deepseek_v3 model: class=")
     assert "DeepseekV3MoE" in str(error.hint) and "optional: true" in str(error.hint)

@@ -1,4 +1,4 @@
-"""The released models' own config.json under every shipped recipe: plans in seconds, with the sizes they should have."""
+"""The released models' own config.json under every shipped recipe: plans in seconds, of the right sizes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,72 @@
+"""`ktc plan`: what can be wrong on its command line. The plans themselves are tested in tests/plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ktc.cli.main import main
+from ktc.plan import Plan
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", *args])
+    assert isinstance(exit_.value.code, int)
+    return exit_.value.code
+
+
+def test_table_and_json_of_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory with nothing but config.json is enough."""
+    (tmp_path / "config.json").write_text((CONFIGS / "Qwen3-30B-A3B.json").read_text())
+    assert run(str(tmp_path), "--recipe", "int8", "--nodes", "2") == 0
+    out, err = capsys.readouterr()
+    assert "model.layers.{0-47}.mlp " in out and "experts, node 1" in out and err == ""
+    assert run(str(tmp_path), "-r", "int8", "-n", "2", "--json") == 0
+    plan = Plan.from_json(json.loads(capsys.readouterr().out))
+    assert (plan.nodes, plan.recipe, len(plan.moe_modules())) == (2, "int8", 48)
+    assert run(str(tmp_path), "-r", "int8", "-v") == 0
+    assert "model.layers.47.mlp " in capsys.readouterr().out
+
+
+def test_a_faulty_recipe_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("- match: {role: moe}\n  replace: {class: ktc.FuzedMoE}\n")
+    assert run("no-such-checkpoint", "--recipe", str(recipe)) == 4
+    err = capsys.readouterr().err
+    assert err.startswith(f"ktc: error: {recipe}:2:20: replace.class: 'ktc.FuzedMoE'")
+    assert "hint: did you mean ktc.FusedMoE?" in err
+
+
+def test_a_recipe_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Failure C7: on the command line, with the rule's line and exit code 4."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "\n- match: {class: Qwen9MoeBlock}\n  replace: {class: ktc.FusedMoE, kwargs: {data_type: int4}}\n"
+    )
+    assert run(str(CONFIGS / "Qwen3-30B-A3B.json"), "-r", str(recipe)) == 4
+    err = capsys.readouterr().err
+    assert f"rule 1 ({recipe}:2): matches no module of this qwen3_moe model: class=Qwen9MoeBlock" in err
+    assert "Qwen3MoeSparseMoeBlock" in err
+
+
+def test_no_checkpoint_and_no_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(str(tmp_path)) == 3
+    assert "config.json" in capsys.readouterr().err
+    assert run(str(tmp_path / "nowhere.json")) == 3
+    assert "nowhere.json" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_supported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64}')
+    assert run(str(tmp_path)) == 5
+    assert "dense model" in capsys.readouterr().err
+
+
+def test_nodes_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("x", "--nodes", "0") == 2
+    assert "--nodes" in capsys.readouterr().err

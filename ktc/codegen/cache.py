@@ -1,0 +1,100 @@
+"""The private kernel cache and the list of libraries that were built on this machine.
+
+Layout: `<cache>/<key>/{libktc_experts.so, build.json, kernels.cpp}` and `<cache>/trust.json`. Everything is written to
+a temporary name and renamed; directories are private to the user. A library is trusted here only because its sha256
+is in trust.json, which nothing but a build on this machine writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ktc.errors import BuildError, DiskError
+
+
+def cache_dir() -> Path:
+    """`$KTC_CACHE_DIR/kernels`, else `$XDG_CACHE_HOME/ktc/kernels`, else `~/.cache/ktc/kernels`; created, mode 0700."""
+    if root := os.environ.get("KTC_CACHE_DIR"):
+        base = Path(root)
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ktc"
+    path = base / "kernels"
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as e:
+        raise DiskError(
+            f"the kernel cache {path} cannot be created: {e.strerror}", "set KTC_CACHE_DIR to a writable directory"
+        ) from e
+    return path
+
+
+def sha256_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as f:
+        while chunk := f.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write `path` so that a reader sees the old bytes or the new ones, never a part. Raises DiskError."""
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
+            temporary = f.name
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except OSError as e:
+        if temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise DiskError(f"writing {path} failed: {e.strerror}") from e
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """An exclusive advisory lock on `path` (created if missing), held across processes and threads."""
+    try:
+        f = path.open("a")
+    except OSError as e:
+        raise DiskError(f"the lock {path} cannot be opened: {e.strerror}") from e
+    with f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def record_trust(sha256: str, note: dict[str, Any]) -> None:
+    """Remember that the library with this hash was built here. `note` says what it is; it is not checked."""
+    path = cache_dir() / "trust.json"
+    with lock(path.with_suffix(".lock")):
+        entries = _read_trust(path)
+        if entries.get(sha256) != note:
+            entries[sha256] = note
+            write_atomic(path, json.dumps(entries, indent=1, sort_keys=True).encode())
+
+
+def built_here(sha256: str) -> bool:
+    """Was the library with this hash built on this machine by this user?"""
+    return sha256 in _read_trust(cache_dir() / "trust.json")
+
+
+def _read_trust(path: Path) -> dict[str, Any]:
+    try:
+        entries = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise BuildError(f"the trust store {path} is unreadable: {e}", "delete it; kernels are then built again") from e
+    if not isinstance(entries, dict):
+        raise BuildError(f"the trust store {path} is not a JSON object", "delete it; kernels are then built again")
+    return entries

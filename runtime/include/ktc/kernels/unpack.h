@@ -1,0 +1,78 @@
+/* int4 tiles -> byte tiles ("panel"): unpacked once, then every row of activations sweeps over it.
+ *
+ * A panel has the layout of int8 tiles: steps x 2 x 1 KB. With multipliers a byte is
+ * nibble * mult + (128 - 8 * mult) = mult * q + 128; under fp32 group scales it is the raw nibble q + 8.
+ */
+#ifndef KTC_KERNELS_UNPACK_H
+#define KTC_KERNELS_UNPACK_H
+
+#include "ktc/kernels/common.h"
+
+namespace ktc {
+
+/* One source of weight lines for the vector kernels. A line is 4 k of the 32 rows of a block. */
+template <class S, class V>
+struct ByteLines {
+  const uint8_t* tiles;
+  KTC_INLINE void group(int64_t) {}
+  KTC_INLINE void line(int64_t l, typename V::B* w0, typename V::B* w1) const {
+    const uint8_t* p = tiles + (l / 16) * 2 * kTile + (l % 16) * kRowBytes;
+    V::prefetch(p + kPrefetch);
+    V::prefetch(p + kPrefetch + kTile);
+    *w0 = V::bload(p);
+    *w1 = V::bload(p + kTile);
+  }
+  static constexpr int64_t kPrefetch = 4 * kTile;
+};
+
+/* Straight from the nibbles: each line is unpacked as it is used. */
+template <class S, class V>
+struct NibbleLines {
+  const uint8_t* tiles;
+  const uint8_t* mult; /* of this block: [groups][32] */
+  typename V::Mult m0, m1;
+  KTC_INLINE NibbleLines(const uint8_t* tiles_, const uint8_t* mult_) : tiles(tiles_), mult(mult_) {}
+  KTC_INLINE void group(int64_t g) {
+    if constexpr (S::kMultiplier) {
+      m0 = V::load_mult(mult + g * kBlockRows);
+      m1 = V::load_mult(mult + g * kBlockRows + 16);
+    }
+  }
+  KTC_INLINE void line(int64_t l, typename V::B* w0, typename V::B* w1) const {
+    const uint8_t* p = tiles + l * kRowBytes;
+    V::prefetch(p + kPrefetch);
+    V::nibbles(V::bload(p), w0, w1);
+    if constexpr (S::kMultiplier) {
+      *w0 = V::scale_nibbles(*w0, m0);
+      *w1 = V::scale_nibbles(*w1, m1);
+    }
+  }
+  static constexpr int64_t kPrefetch = 2 * kTile;
+};
+
+KTC_INLINE const uint8_t* block_mult(const ktc_gemm_args& a, int64_t b, int64_t groups) {
+  return a.weight.mult + b * groups * kBlockRows;
+}
+
+/* Steps [s_begin, s_end) of one int4 block into a panel whose first step is s_begin. */
+template <class S, class V>
+KTC_INLINE void unpack_steps(const uint8_t* tiles, const uint8_t* mult, int64_t s_begin, int64_t s_end,
+                             uint8_t* panel) {
+  constexpr int64_t kRun = S::kRunK / 4; /* lines that share a group */
+  NibbleLines<S, V> lines(tiles, mult);
+  for (int64_t s = s_begin; s < s_end; ++s) {
+    uint8_t* out = panel + (s - s_begin) * 2 * kTile;
+    for (int64_t r = 0; r < 16; r += kRun) {
+      if constexpr (S::kMultiplier) lines.group((64 * s + 4 * r) / S::kGroup);
+      for (int64_t i = 0; i < kRun; ++i) {
+        typename V::B w0, w1;
+        lines.line(16 * s + r + i, &w0, &w1);
+        V::bstore(out + (r + i) * kRowBytes, w0);
+        V::bstore(out + (r + i) * kRowBytes + kTile, w1);
+      }
+    }
+  }
+}
+
+}  // namespace ktc
+#endif  // KTC_KERNELS_UNPACK_H

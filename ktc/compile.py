@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import ktc
 from ktc.bundle import emit, manifest
-from ktc.bundle.goldens import GOLDENS, make_moe_golden, write_goldens
+from ktc.bundle.finish import finish_bundle
 from ktc.bundle.model_files import licence_of, model_files
-from ktc.bundle.reader import TensorRef
 from ktc.errors import CheckpointError, KtcError
 from ktc.layout import LAYOUT_VERSION
 from ktc.pack import pipeline
@@ -88,22 +87,24 @@ class Compiled:
     resumed: bool
 
 
+def recipe(c: Compilation) -> None:
+    """Parse and check the recipe (first: a typing mistake must not wait for a download)."""
+    from ktc.recipe import load_recipe
+
+    c.recipe = load_recipe(c.recipe_id)
+    if c.out is not None:
+        emit.check_output(c.out, c.force)
+
+
 def read(c: Compilation) -> None:
-    """Open the checkpoint: every header checked, every file there, the family known."""
+    """Open the checkpoint: every header checked, every file there, the family known; settle the output's name."""
     from ktc.checkpoint import open_checkpoint
     from ktc.models.registry import family_for
 
     c.checkpoint = open_checkpoint(c.checkpoint_id)
     c.family = family_for(c.checkpoint.config)
-
-
-def recipe(c: Compilation) -> None:
-    """Parse and check the recipe; settle the output's name and that it may be written."""
-    from ktc.recipe import load_recipe
-
-    c.recipe = load_recipe(c.recipe_id)
-    c.target = c.out or Path(f"{_model_name(c.checkpoint)}-{c.recipe.name}.ktc")
-    c.target = c.target.parent.resolve() / c.target.name
+    target = c.out or Path(f"{_model_name(c.checkpoint)}-{c.recipe.name}.ktc")
+    c.target = target.parent.resolve() / target.name
     emit.check_output(c.target, c.force)
 
 
@@ -183,7 +184,7 @@ def emit_bundle(c: Compilation) -> None:
         raise
 
 
-PASSES: tuple[Callable[[Compilation], None], ...] = (read, recipe, plan, audit, layout, build, pack, emit_bundle)
+PASSES: tuple[Callable[[Compilation], None], ...] = (recipe, read, plan, audit, layout, build, pack, emit_bundle)
 
 
 def compile_checkpoint(
@@ -305,30 +306,6 @@ def _write_rest(c: Compilation) -> None:
         "recipe_sha256": c.recipe.sha256,
         "kernels": c.kernels.emit(out) if c.kernels else [],
     }
-    finish_bundle(out, c.plan, c.parts, c.shards, fields, c.logits)
-
-
-def finish_bundle(
-    out: emit.Emitter,
-    plan: Plan,
-    parts: list[ExpertPart],
-    shards: list[DeviceShard],
-    fields: dict[str, Any],
-    logits: bool,
-) -> None:
-    """Goldens and the manifest, over shards that are in place."""
-    tensors = emit.tensor_fields(parts, shards)
-    refs: dict[tuple[int | None, str], TensorRef] = {
-        (t["node"], t["name"]): TensorRef(out.root / t["file"], t["offset"], t["nbytes"], t["dtype"], tuple(t["shape"]))
-        for t in tensors
-    }
-    cases = []
-    modules = plan.moe_modules()
-    with Progress("goldens", len(modules), "layers") as progress:
-        for module in modules:
-            assert module.moe is not None
-            cases.append(make_moe_golden(refs, module.name, module.moe))
-            progress.update()
-    digest, goldens, table = write_goldens(out.root / GOLDENS, cases, None)
-    out.list(GOLDENS, digest, "goldens")
-    out.write_manifest({**fields, "tensors": [*tensors, *table], "goldens": goldens})
+    tensors = emit.tensor_fields(c.parts, c.shards)
+    variant = c.kernels.best_here() if c.kernels and c.logits else None
+    finish_bundle(out, c.plan, tensors, fields, run_with=variant)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktc.bundle.reader import Bundle, TensorRef
+from ktc.bundle.reader import Bundle, TensorRef, part_of
 from ktc.bundle.reference import run_moe
 from ktc.layout import MatrixLayout
 from ktc.pack.experts import PackedExpert, join_expert
@@ -76,7 +76,7 @@ def read_expert(
 def _read_slice(
     tensors: dict[tuple[int | None, str], TensorRef], module: str, moe: MoePlan, node: int, expert: int
 ) -> PackedExpert:
-    stem, first = _part_of(tensors, module, node, expert)
+    stem, first = part_of(tensors, module, node, expert)
 
     def matrix(name: str, layout: MatrixLayout) -> PackedMatrix:
         def row(suffix: str, dtype: Any) -> NDArray[Any]:
@@ -93,17 +93,6 @@ def _read_slice(
         )
 
     return PackedExpert(matrix("gate_up", moe.gate_up_layout(node)), matrix("down", moe.down_layout(node)))
-
-
-def _part_of(tensors: dict[tuple[int | None, str], TensorRef], module: str, node: int, expert: int) -> tuple[str, int]:
-    """(tensor stem, first expert) of the part that holds an expert."""
-    prefix, suffix = f"{module}.experts.", ".gate_up.tiles"
-    for where, name in tensors:
-        if where == node and name.startswith(prefix) and name.endswith(suffix):
-            first, last = map(int, name[len(prefix) : -len(suffix)].split("-"))
-            if first <= expert <= last:
-                return name[: -len(suffix)], first
-    raise KeyError(f"expert {expert} of {module} on node {node}")
 
 
 def make_moe_golden(tensors: dict[tuple[int | None, str], TensorRef], module: str, moe: MoePlan) -> MoeGolden:

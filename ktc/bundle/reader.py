@@ -282,3 +282,14 @@ def _check_experts(bundle: Bundle) -> None:
                 raise BundleError(
                     f"{what}: {module.name} has {moe.experts} experts, but node {node} holds {end} in sequence"
                 )
+
+
+def part_of(tensors: dict[tuple[int | None, str], TensorRef], module: str, node: int, expert: int) -> tuple[str, int]:
+    """(tensor stem, first expert) of the part that holds an expert; KeyError if none does."""
+    prefix, suffix = f"{module}.experts.", ".gate_up.tiles"
+    for where, name in tensors:
+        if where == node and name.startswith(prefix) and name.endswith(suffix):
+            first, last = map(int, name[len(prefix) : -len(suffix)].split("-"))
+            if first <= expert <= last:
+                return name[: -len(suffix)], first
+    raise KeyError(f"expert {expert} of {module} on node {node}")

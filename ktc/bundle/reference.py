@@ -55,7 +55,7 @@ def weight_scales(packed: PackedMatrix) -> NDArray[np.float64]:
         return np.ones((layout.n_pad, 1))
     if scheme.scale == "group":
         return by_row(packed.scale)
-    rows = packed.scale.astype(np.float64)[:, None]
+    rows: Float = packed.scale.astype(np.float64)[:, None]
     return rows * by_row(packed.mult) if scheme.scale == "integer" else rows
 
 

@@ -1,0 +1,198 @@
+"""`ktc verify`: every byte against the manifest, then the goldens against this machine's kernels.
+
+Everything is checked and every fault collected, so that one run shows all of them. Opening the bundle
+(structure, sizes, small files) is reader.py's work and comes first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktc.bundle.goldens import MoeGolden, read_moe_goldens, relative_error
+from ktc.bundle.reader import WEIGHT_ROLES, Bundle, part_of
+from ktc.errors import BundleError
+from ktc.plan.ir import MoePlan
+from ktc.progress import Progress
+
+
+@dataclass(frozen=True)
+class Case:
+    """One golden: `error` is the relative L2 distance to what was recorded."""
+
+    name: str
+    error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.tolerance  # False for NaN too
+
+
+@dataclass
+class Report:
+    """What `verify` found. `variant` is the kernel variant the goldens ran on, "" if they were not run."""
+
+    files: int = 0
+    nbytes: int = 0
+    faults: list[str] = field(default_factory=list)
+    cases: list[Case] = field(default_factory=list)
+    variant: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults and all(case.ok for case in self.cases)
+
+
+def verify(
+    bundle: Bundle,
+    *,
+    goldens: bool = True,
+    variant: str | None = None,
+    trust_sha256: Sequence[str] = (),
+    library: str | None = None,
+) -> Report:
+    """Check a bundle that `open_bundle` accepted.
+
+    Args:
+        goldens: also run the goldens (with `variant`, or the best one here; or with the kernel `library`).
+    Returns:
+        a report; its `ok` says whether everything matched.
+    Raises:
+        BundleError, BuildError: the goldens cannot be run on this machine at all.
+    """
+    report = Report()
+    _check_hashes(bundle, report)
+    if not report.faults:
+        _check_headers(bundle, report)
+    if report.faults or not goldens or bundle.manifest["goldens"] is None:
+        return report  # kernels are not run over bytes that are known to be wrong
+    _run_layers(bundle, report, variant, trust_sha256, library)
+    if bundle.manifest["goldens"]["logits"] is not None:
+        _run_logits(bundle, report, variant, trust_sha256, library)
+    return report
+
+
+def _check_hashes(bundle: Bundle, report: Report) -> None:
+    with Progress("hash", bundle.nbytes(), "B") as progress:
+        for name, entry in sorted(bundle.files.items()):
+            try:
+                bundle.check_hash(name)
+            except (BundleError, OSError) as error:
+                report.faults.append(error.message if isinstance(error, BundleError) else str(error))
+            report.files += 1
+            report.nbytes += entry["size"]
+            progress.update(entry["size"], name)
+
+
+def _check_headers(bundle: Bundle, report: Report) -> None:
+    """The shards' own headers say the same as the manifest."""
+    for name, entry in sorted(bundle.files.items()):
+        if entry["role"] not in WEIGHT_ROLES:
+            continue
+        path = bundle.path / name
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            try:
+                if length > entry["size"]:
+                    raise ValueError("header longer than the file")
+                header: dict[str, Any] = json.loads(file.read(length))
+                header.pop("__metadata__", None)
+                actual = {
+                    tensor: (spec["dtype"], tuple(spec["shape"]), 8 + length + spec["data_offsets"][0])
+                    for tensor, spec in header.items()
+                    if not tensor.startswith("__pad__.")
+                }
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                report.faults.append(f"{path}: not a safetensors file: {error}")
+                continue
+        listed = {
+            tensor: (ref.dtype, ref.shape, ref.offset)
+            for (_, tensor), ref in bundle.tensors.items()
+            if ref.file == path
+        }
+        if actual != listed:
+            odd = sorted({t for t in actual.keys() | listed.keys() if actual.get(t) != listed.get(t)})
+            report.faults.append(f"{path}: tensor {odd[0]} is not where or what the manifest says")
+
+
+def _run_layers(
+    bundle: Bundle, report: Report, variant: str | None, trust_sha256: Sequence[str], library: str | None
+) -> None:
+    from ktc import _runtime
+    from ktc.bundle.trust import kernel_for_host
+
+    lib = _runtime.KernelLib(library or str(kernel_for_host(bundle, variant, trust_sha256)))
+    report.variant = lib.variant
+    cpus = [cpu for node in _runtime.numa_nodes() for cpu in node]
+    pool = _runtime.Pool([cpus] * bundle.nodes, False)
+    plans = {m.name: m.moe for m in bundle.plan.moe_modules()}
+    cases = read_moe_goldens(bundle)
+    with Progress("goldens", len(cases), "layers") as progress:
+        for case in cases:
+            moe = plans.get(case.module)
+            if moe is None:
+                report.faults.append(f"goldens: no MoE layer {case.module}")
+                continue
+            actual = _run_layer(bundle, lib, pool, moe, case)
+            report.cases.append(Case(case.module, relative_error(actual, case.y), case.tolerance))
+            progress.update(1, case.module)
+
+
+def _run_layer(bundle: Bundle, lib: Any, pool: Any, moe: MoePlan, case: MoeGolden) -> NDArray[np.float32]:
+    """The layer's native operator over the few experts of the case, straight from mapped shards."""
+    from ktc import _runtime
+
+    used = sorted(set(case.ids.ravel().tolist()))
+    held: list[NDArray[Any]] = []  # keeps the maps alive while native code reads them
+
+    def pointers(node: int, expert: int) -> dict[str, int]:
+        stem, first = part_of(bundle.tensors, case.module, node, expert)
+        out = {}
+        for matrix in ("gate_up", "down"):
+            for suffix in ("tiles", "scale", "mult", "bias"):
+                ref = bundle.tensors.get((node, f"{stem}.{matrix}.{suffix}"))
+                key = matrix if suffix == "tiles" else f"{matrix}_{suffix}"
+                out[key] = 0
+                if ref is not None:
+                    held.append(ref.array()[expert - first])
+                    out[key] = held[-1].ctypes.data
+        return out
+
+    tokens, slots = case.ids.shape
+    layer = _runtime.Moe(
+        lib,
+        pool,
+        experts=len(used),
+        top_k=slots,
+        hidden=moe.hidden,
+        intermediate=moe.intermediate,
+        activation=moe.activation,
+        alpha=moe.alpha,
+        limit=moe.limit,
+        data_type=moe.data_type,
+        scale=moe.scale,
+        group=moe.group,
+        splits=moe.splits,
+        weights=[[pointers(node, e) for e in used] for node in range(bundle.nodes)],
+    )
+    x, ids = np.ascontiguousarray(case.x), np.searchsorted(used, case.ids).astype(np.int64)
+    weights, out = np.ascontiguousarray(case.weights), np.empty_like(case.y)
+    layer.forward(x.ctypes.data, moe.hidden, tokens, ids.ctypes.data, weights.ctypes.data, out.ctypes.data, moe.hidden)
+    return out
+
+
+def _run_logits(
+    bundle: Bundle, report: Report, variant: str | None, trust_sha256: Sequence[str], library: str | None
+) -> None:
+    from ktc.bundle.finish import engine_logits
+
+    ids, expected = (np.array(bundle.tensors[None, f"golden.{name}"].array()) for name in ("input_ids", "logits"))
+    _, actual = engine_logits(bundle.path, ids, variant=variant, trust_sha256=trust_sha256, library=library)
+    tolerance = float(bundle.manifest["goldens"]["logits"]["tolerance"])
+    report.cases.append(Case("logits", relative_error(actual, expected), tolerance))

@@ -1,0 +1,126 @@
+"""`ktc compile`: a checkpoint and a recipe become a bundle. Parses and prints; the passes are in ktc/compile.py."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+from ktc.progress import format_bytes, format_seconds, set_verbosity
+
+
+@click.command("compile")
+@click.argument("checkpoint")
+@click.option("--recipe", "-r", default="int4", show_default=True, help="Recipe file, or the name of a shipped recipe.")
+@click.option("--out", "-o", type=click.Path(path_type=Path), help="The bundle.  [default: MODEL-RECIPE.ktc]")
+@click.option(
+    "--nodes",
+    "-n",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="NUMA nodes to split every expert over.",
+)
+@click.option("--variants", metavar="LIST", help="Kernel variants, comma separated.  [default: all a host may choose]")
+@click.option("--no-kernels", is_flag=True, help="Leave kernels out; they are then built where the bundle runs.")
+@click.option("--jobs", "-j", type=click.IntRange(min=1), help="Worker threads.  [default: cores]")
+@click.option("--allow-nonfinite", is_flag=True, help="Pack NaN and infinite weights instead of refusing them.")
+@click.option("--no-logits", is_flag=True, help="Do not run the model to record logits for ktc verify.")
+@click.option("--force", is_flag=True, help="Replace an existing bundle, or an unfinished one of other inputs.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+@click.option("--verbose", "-v", count=True, help="Say what each pass does and how long it took.")
+def command(
+    checkpoint: str,
+    recipe: str,
+    out: Path | None,
+    nodes: int,
+    variants: str | None,
+    no_kernels: bool,
+    jobs: int | None,
+    allow_nonfinite: bool,
+    no_logits: bool,
+    force: bool,
+    as_json: bool,
+    verbose: int,
+) -> None:
+    """Quantise and pack CHECKPOINT under a recipe, and build its kernels.
+
+    CHECKPOINT is a directory, a Hugging Face Hub id or a short name. Interrupted, the same command continues.
+    """
+    set_verbosity(verbose)
+    if no_kernels and variants is not None:
+        raise click.UsageError("give either --variants or --no-kernels")
+    chosen = parse_variants(variants, no_kernels)
+    from ktc.compile import compile_checkpoint
+
+    made = compile_checkpoint(
+        checkpoint,
+        recipe,
+        out,
+        nodes=nodes,
+        variants=chosen,
+        jobs=jobs or 0,
+        allow_nonfinite=allow_nonfinite,
+        force=force,
+        logits=not no_logits,
+        say=lambda line: print(f"ktc: {line}", file=sys.stderr),
+    )
+    shown = _shown(made.path)
+    if as_json:
+        fields = {
+            "bundle": str(made.path),
+            "bytes": made.size,
+            "variants": list(made.variants),
+            "source_bytes": made.source_bytes,
+            "seconds": made.seconds,
+            "peak_rss": made.peak_rss,
+            "resumed": made.resumed,
+        }
+        click.echo(json.dumps(fields, indent=1))
+        return
+    moes = made.plan.moe_modules()
+    scheme = moes[0].moe.scheme if moes[0].moe else ""
+    speed = ""
+    if made.source_bytes and made.seconds > 0:
+        speed = (
+            f", packed {format_bytes(made.source_bytes)} in {format_seconds(made.seconds)}"
+            f" ({made.source_bytes / made.seconds / 1e9:.2f} GB/s)"
+        )
+    click.echo(
+        f"{shown}: {format_bytes(made.size)}, {len(moes)} MoE layers in {scheme}, {nodes} node{'s' * (nodes > 1)}"
+    )
+    click.echo(f"  kernels: {', '.join(made.variants) or 'none (built where it runs)'}")
+    click.echo(f"  peak memory {format_bytes(made.peak_rss)}{speed}")
+    click.echo(f'next: ktc run {shlex.quote(shown)} -p "Once upon a time"')
+
+
+def parse_variants(text: str | None, none: bool) -> list[str] | None:
+    """`amx,avx2` -> names; None = the default choice.
+
+    Raises:
+        click.UsageError: an unknown variant.
+    """
+    if none:
+        return []
+    if text is None:
+        return None
+    from ktc.codegen.variants import VARIANTS
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown or not names:
+        raise click.UsageError(
+            f"no kernel variant {', '.join(map(repr, unknown)) or text!r}; there are {', '.join(VARIANTS)}"
+        )
+    return names
+
+
+def _shown(path: Path) -> str:
+    """As short as it can be typed from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -18,6 +18,7 @@ from typing import TextIO
 
 _REDRAW_SECONDS = 0.1
 _FIRST_DRAW_SECONDS = 0.5
+_TICK_SECONDS = 0.5
 _PLAIN_LINE_SECONDS = 10.0
 _REPORT_SECONDS = 2.0
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -96,14 +97,26 @@ class Progress:
         self._started = time.monotonic()
         self._next = self._started + (_FIRST_DRAW_SECONDS if self._tty else _PLAIN_LINE_SECONDS)
         self._drawn = False
+        self._stop = threading.Event()
+        self._ticker: threading.Thread | None = None
 
     def __enter__(self) -> Progress:
         self._started = time.monotonic()
+        if self._tty or self._plain:  # a single long piece of work must not look like a hang
+            self._ticker = threading.Thread(target=self._tick, name="ktc-progress", daemon=True)
+            self._ticker.start()
         return self
+
+    def _tick(self) -> None:
+        while not self._stop.wait(_TICK_SECONDS):
+            self.update(0)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stop.set()
+        if self._ticker is not None:
+            self._ticker.join()
         with self._lock:
             if self._tty and self._drawn:
                 self._stream.write("\r\x1b[K")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 
 import pytest
 
@@ -121,6 +122,19 @@ def test_long_phase_leaves_one_line_unless_it_failed(clock: Clock) -> None:
         p.update(1)
         raise RuntimeError
     assert out.getvalue().endswith("\r\x1b[K")
+
+
+def test_a_single_long_piece_of_work_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing calls update for a while: the phase is on the screen all the same."""
+    monkeypatch.setattr(progress, "_TICK_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "_FIRST_DRAW_SECONDS", 0.02)
+    out = Terminal()
+    with Progress("build", 4, "libraries", stream=out):
+        deadline = time.monotonic() + 20
+        while "build:   0% 0/4 libraries" not in out.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "build:   0% 0/4 libraries" in out.getvalue()
+    assert not [t for t in threading.enumerate() if t.name == "ktc-progress"]
 
 
 def test_threads_lose_no_work() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ktc.errors import RecipeError
-from ktc.recipe import find, load_recipe, shipped_recipes
+from ktc.recipe import find, load_recipe, parse_recipe, shipped_recipes
 
 ONE_RULE = "- match: {role: moe}\n  replace: {class: default}\n"
 
@@ -65,6 +67,16 @@ def test_errors_name_the_path_that_was_given(tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe(path)
     assert caught.value.message.startswith(f"{path}:1:11: ")
+
+
+def test_recipes_in_the_documentation_parse() -> None:
+    """docs/recipes.md: every YAML block is a recipe, and the paper's is the one that is shipped."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text()
+    blocks = [textwrap.dedent(b.split("```")[0]) for b in text.split("```yaml\n")[1:]]
+    example, paper = (parse_recipe(block, "docs/recipes.md") for block in blocks)
+    assert [r.operator for r in example.rules] == ["moe", "linear"]
+    shipped = load_recipe("paper-deepseek-v3")
+    assert [replace(r, line=0) for r in paper.rules] == [replace(r, line=0) for r in shipped.rules]
 
 
 def test_paper_recipes_differ_in_one_line() -> None:

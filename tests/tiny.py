@@ -1,3 +1,4 @@
+# ruff: noqa: C408 - keyword arguments read like the config calls they stand for
 """Tiny random Hugging Face checkpoints of every family, in every encoding that ktc reads.
 
 `make_tiny` writes a checkpoint with transformers' own `save_pretrained` and, for quantised formats,

@@ -35,6 +35,7 @@ def _e4m3_table() -> F32:
 
 
 E4M3: F32 = _e4m3_table()
+E8M0: F32 = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan)).astype(np.float32)
 _BAND = 128  # rows decoded at once
 
 
@@ -43,9 +44,7 @@ def decode_scales(bits: NDArray[Any], dtype: str) -> F32:
     if dtype == "BF16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     if dtype in ("U8", "F8_E8M0"):
-        scale = np.ldexp(np.float32(1), bits.astype(np.int32) - 127).astype(np.float32)
-        scale[bits == 255] = np.nan
-        return scale
+        return E8M0[bits]
     return np.asarray(bits, dtype=np.float32)
 
 

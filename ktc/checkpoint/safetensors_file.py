@@ -198,3 +198,15 @@ def read_array(tensor: RawTensor, index: int | None = None) -> NDArray[Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read {tensor.file}: {error.strerror or error}") from error
     return out.view(NUMPY_DTYPE[tensor.dtype]).reshape(shape)
+
+
+def same_bytes(a: RawTensor, b: RawTensor, chunk: int = 1 << 24) -> bool:
+    """Whether two tensors have the same data type, shape and bytes; reads them in chunks."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    for offset in range(0, a.nbytes, chunk):
+        size = min(chunk, a.nbytes - offset)
+        parts = [RawTensor(t.name, "U8", (size,), t.file, t.begin + offset, size) for t in (a, b)]
+        if not np.array_equal(read_array(parts[0]), read_array(parts[1])):
+            return False
+    return True

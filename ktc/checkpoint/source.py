@@ -41,10 +41,10 @@ def resolve(checkpoint: str | Path, *, weights: bool = True) -> Source:
     Raises:
         CheckpointError: no such path, or the hub cannot be reached, has no such repository or refuses access.
     """
-    path = Path(checkpoint).expanduser()
-    if path.exists():
-        return Source(path)
     name = str(checkpoint)
+    path = Path(checkpoint).expanduser()
+    if name and path.exists():
+        return Source(path)
     repo = HUB_IDS.get(name.lower(), name)
     if not _HUB_ID.match(repo) or name.endswith((".json", ".safetensors")):
         raise CheckpointError(
@@ -59,7 +59,7 @@ def _download(name: str, repo: str, revision: str | None, weights: bool) -> Sour
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
+        HTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -78,8 +78,9 @@ def _download(name: str, repo: str, revision: str | None, weights: bool) -> Sour
         raise CheckpointError(
             f"{name!r} does not exist as a path, and the hub has {what}", hint="check the spelling"
         ) from error
-    # LocalEntryNotFoundError: offline, and nothing cached. OSError covers connections and a full disk alike.
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, RuntimeError) as error:
+    # LocalEntryNotFoundError: offline, and nothing cached. HTTPError: every fault of the connection, refused requests
+    # included. OSError: a full disk. ValueError: a name that the hub's own rules exclude.
+    except (LocalEntryNotFoundError, HTTPError, OSError, ValueError) as error:
         raise CheckpointError(
             f"cannot fetch {repo} from the Hugging Face hub: {_first_line(error)}",
             hint=f"without a network, download it elsewhere and give the directory instead of {name!r}",

@@ -113,13 +113,14 @@ def hf_config(config: Mapping[str, Any]) -> Any:
     family = family_for(raw)
     for key in ("auto_map", "quantization_config", "compression_config"):
         raw.pop(key, None)
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
     try:
         built = CONFIG_MAPPING[family.model_type].from_dict(raw)
-    except (TypeError, ValueError, KeyError) as error:
+    except (StrictDataclassError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise UnsupportedModelError(
-            f"config.json is not a valid {family.model_type} config: {error}",
+            f"config.json is not a valid {family.model_type} config: {' '.join(str(error).split())}",
             hint="compare it with the config.json of the released model",
         ) from error
     if family.check is not None:

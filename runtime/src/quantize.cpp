@@ -11,18 +11,18 @@ namespace {
 
 constexpr float kTiny = 0x1p-100f;
 
-// Candidate divisors: scale = amax / divisor. Below 8 the largest weights are clipped.
-constexpr int kGroupCandidates = 16;
-alignas(16) constexpr float kGroupDivisors[kGroupCandidates] = {5.0f, 5.5f, 5.9f, 6.2f, 6.5f, 6.8f, 7.1f, 7.4f,
-                                                                7.7f, 8.0f, 8.3f, 8.7f, 9.2f, 9.8f, 10.6f, 11.5f};
+// int4, float scales: scale = signed amax / divisor, for each divisor. Below 8 the largest weights clip.
+constexpr int kGroupCandidates = 12;
+alignas(16) constexpr float kGroupDivisors[kGroupCandidates] = {5.5f, 6.0f, 6.4f, 6.8f, 7.2f, 7.6f,
+                                                                8.0f, 8.4f, 8.9f, 9.5f, 10.2f, 11.0f};
 
-// Integer scales: channel scale = row amax / (16 * divisor), then multiplier ~ group amax / (scale * divisor).
-constexpr int kChannelCandidates = 3;
-constexpr float kChannelDivisors[kChannelCandidates] = {6.5f, 7.25f, 8.0f};
+// int4, integer scales: channel scale = row amax / (16 * divisor) for each divisor, and for each group
+// eight multipliers from round(group amax / channel scale / 9.5) up.
+constexpr int kChannelCandidates = 2;
+constexpr float kChannelDivisors[kChannelCandidates] = {7.0f, 8.0f};
 constexpr int kMultCandidates = 8;
-constexpr float kMultDivisors[kMultCandidates] = {5.2f, 5.8f, 6.3f, 6.8f, 7.3f, 7.8f, 8.5f, 9.5f};
-constexpr int kLanes = kChannelCandidates * kMultCandidates;
-static_assert(kLanes % 4 == 0, "candidates fill whole vectors");
+constexpr int kMaxMult = 16;
+constexpr float kFirstMult = 1.0f / 9.5f;
 
 float max_abs(const float* x, int64_t n) {
   const __m128 mask = _mm_castsi128_ps(_mm_set1_epi32(0x7fffffff));
@@ -48,12 +48,14 @@ void round_clamp(const float* x, int64_t n, float inverse, float low, float high
   }
 }
 
-// For every candidate scale: least-squares gain (sum x q)^2 / (sum q^2) in units of that candidate.
+// Least squares: for each candidate the best multiple of its step is (sum t q) / (sum q^2) and lowers the
+// squared error by (sum t q)^2 / (sum q^2) steps^2. Sums run over k in order, one lane per candidate.
 float best_group_scale(const float* x, int64_t n, float signed_max) {
   constexpr int kVectors = kGroupCandidates / 4;
+  const __m128 inverse_max = _mm_set1_ps(1.0f / signed_max);
   __m128 inv[kVectors], dot[kVectors], norm[kVectors];
   for (int v = 0; v < kVectors; ++v) {
-    inv[v] = _mm_div_ps(_mm_load_ps(kGroupDivisors + 4 * v), _mm_set1_ps(signed_max));
+    inv[v] = _mm_mul_ps(_mm_load_ps(kGroupDivisors + 4 * v), inverse_max);
     dot[v] = norm[v] = _mm_setzero_ps();
   }
   for (int64_t i = 0; i < n; ++i) {
@@ -65,57 +67,79 @@ float best_group_scale(const float* x, int64_t n, float signed_max) {
       norm[v] = _mm_add_ps(norm[v], _mm_mul_ps(q, q));
     }
   }
-  alignas(16) float dots[kGroupCandidates], norms[kGroupCandidates];
+  alignas(16) float fits[kGroupCandidates], gains[kGroupCandidates];
   for (int v = 0; v < kVectors; ++v) {
-    _mm_store_ps(dots + 4 * v, dot[v]);
-    _mm_store_ps(norms + 4 * v, norm[v]);
+    const __m128 fit = _mm_div_ps(dot[v], norm[v]);
+    const __m128 d = _mm_load_ps(kGroupDivisors + 4 * v);
+    _mm_store_ps(fits + 4 * v, fit);
+    _mm_store_ps(gains + 4 * v, _mm_div_ps(_mm_mul_ps(dot[v], fit), _mm_mul_ps(d, d)));
   }
   int best = 0;
-  float best_gain = -1.0f;
-  for (int c = 0; c < kGroupCandidates; ++c) {
-    const float d = dots[c] / kGroupDivisors[c];
-    const float gain = (d * d) / norms[c];  // in units of signed_max^2
-    if (gain > best_gain) best_gain = gain, best = c;
-  }
-  return (dots[best] / norms[best]) * (signed_max / kGroupDivisors[best]);
+  for (int c = 1; c < kGroupCandidates; ++c) best = gains[c] > gains[best] ? c : best;
+  return fits[best] * (signed_max / kGroupDivisors[best]);
 }
 
-// Squared error, in x's units, of every (channel scale, multiplier) candidate of one group; picks the
-// best multiplier for each channel scale.
-void best_multipliers(const float* x, int64_t n, float amax, const float* scales, float* error, uint8_t* mult) {
-  constexpr int kVectors = kLanes / 4;
-  alignas(16) float mults[kLanes], steps[kLanes], errors[kLanes];
-  for (int c = 0; c < kChannelCandidates; ++c) {
-    const float ratio = amax / scales[c];
-    for (int j = 0; j < kMultCandidates; ++j) {
-      const float m = clamp(round_even(ratio / kMultDivisors[j]), 1.0f, 16.0f);
-      mults[c * kMultCandidates + j] = m;
-      steps[c * kMultCandidates + j] = scales[c] * m;
+// 1 / step and step^2 (in units of the first channel scale) of every multiplier under one channel scale.
+struct StepTable {
+  float channel;
+  float inverse[kMaxMult], square[kMaxMult];
+
+  StepTable(float scale, float unit) : channel(scale) {
+    for (int m = 1; m <= kMaxMult; ++m) {
+      const float step = scale * static_cast<float>(m);
+      inverse[m - 1] = 1.0f / step;
+      square[m - 1] = (step / unit) * (step / unit);
     }
   }
-  __m128 inv[kVectors], acc[kVectors];
-  for (int v = 0; v < kVectors; ++v) {
-    inv[v] = _mm_div_ps(_mm_set1_ps(1.0f), _mm_load_ps(steps + 4 * v));
-    acc[v] = _mm_setzero_ps();
+};
+
+// The multiplier of least squared error for one group under each channel scale.
+void best_multipliers(const float* x, int64_t n, float amax, const StepTable* tables, float* error, uint8_t* mult) {
+  constexpr int kVectors = kMultCandidates / 4;
+  int first[kChannelCandidates];
+  __m128 inv[kChannelCandidates][kVectors], acc[kChannelCandidates][kVectors];
+  for (int c = 0; c < kChannelCandidates; ++c) {
+    const float m = round_even(amax / tables[c].channel * kFirstMult);
+    first[c] = static_cast<int>(clamp(m, 1.0f, static_cast<float>(kMaxMult - kMultCandidates + 1)));
+    for (int v = 0; v < kVectors; ++v) {
+      inv[c][v] = _mm_loadu_ps(tables[c].inverse + first[c] - 1 + 4 * v);
+      acc[c][v] = _mm_setzero_ps();
+    }
   }
   for (int64_t i = 0; i < n; ++i) {
     const __m128 xi = _mm_set1_ps(x[i]);
-    for (int v = 0; v < kVectors; ++v) {
-      const __m128 t = _mm_mul_ps(xi, inv[v]);
-      const __m128 e = _mm_sub_ps(t, clamp(round_even(t), -8.0f, 7.0f));
-      acc[v] = _mm_add_ps(acc[v], _mm_mul_ps(e, e));
+    for (int c = 0; c < kChannelCandidates; ++c) {
+      for (int v = 0; v < kVectors; ++v) {
+        const __m128 t = _mm_mul_ps(xi, inv[c][v]);
+        const __m128 e = _mm_sub_ps(t, clamp(round_even(t), -8.0f, 7.0f));
+        acc[c][v] = _mm_add_ps(acc[c][v], _mm_mul_ps(e, e));
+      }
     }
   }
-  for (int v = 0; v < kVectors; ++v) _mm_store_ps(errors + 4 * v, acc[v]);
   for (int c = 0; c < kChannelCandidates; ++c) {
-    float best = 0.0f;
-    for (int j = 0; j < kMultCandidates; ++j) {
-      const int lane = c * kMultCandidates + j;
-      const float relative = steps[lane] / scales[0];  // keeps tiny and huge weights within range
-      const float e = errors[lane] * (relative * relative);
-      if (j == 0 || e < best) best = e, error[c] = e, mult[c] = static_cast<uint8_t>(mults[lane]);
-    }
+    alignas(16) float errors[kMultCandidates];
+    for (int v = 0; v < kVectors; ++v)
+      _mm_store_ps(errors + 4 * v, _mm_mul_ps(acc[c][v], _mm_loadu_ps(tables[c].square + first[c] - 1 + 4 * v)));
+    int best = 0;
+    for (int j = 1; j < kMultCandidates; ++j) best = errors[j] < errors[best] ? j : best;
+    error[c] = errors[best];
+    mult[c] = static_cast<uint8_t>(first[c] + best);
   }
+}
+
+// sum x * q in four lanes (lane = index % 4), then (0 + 1) + (2 + 3); and sum q^2.
+void fit_sums(const float* x, const int8_t* q, int64_t n, float* dot, int64_t* norm) {
+  __m128 acc = _mm_setzero_ps();
+  int32_t squares = 0;
+  for (int64_t i = 0; i < n; i += 4) {
+    const __m128 v = _mm_set_ps(q[i + 3], q[i + 2], q[i + 1], q[i]);
+    acc = _mm_add_ps(acc, _mm_mul_ps(_mm_loadu_ps(x + i), v));
+  }
+  for (int64_t i = 0; i < n; ++i) squares += q[i] * q[i];
+  alignas(16) float lanes[4];
+  _mm_store_ps(lanes, acc);
+  *dot = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+  *norm = squares;
 }
 
 int64_t group_width(int64_t k_pad, int64_t group) { return group > 0 ? group : k_pad; }
@@ -168,8 +192,9 @@ void IntegerScaleQuantizer::operator()(const float* x, int64_t k_pad, int64_t gr
     return;
   }
 
-  float scales[kChannelCandidates], total[kChannelCandidates] = {};
-  for (int c = 0; c < kChannelCandidates; ++c) scales[c] = row_amax / (16.0f * kChannelDivisors[c]);
+  const float unit = row_amax / (16.0f * kChannelDivisors[0]);
+  const StepTable tables[kChannelCandidates] = {{unit, unit}, {row_amax / (16.0f * kChannelDivisors[1]), unit}};
+  float total[kChannelCandidates] = {};
   mult_.resize(groups * kChannelCandidates);
   for (int64_t g = 0; g < groups; ++g) {
     uint8_t* chosen = mult_.data() + g * kChannelCandidates;
@@ -177,31 +202,27 @@ void IntegerScaleQuantizer::operator()(const float* x, int64_t k_pad, int64_t gr
     if (amax_[g] < kTiny) {
       std::fill(chosen, chosen + kChannelCandidates, static_cast<uint8_t>(0));
     } else {
-      best_multipliers(x + g * width, std::min(width, k_pad - g * width), amax_[g], scales, error, chosen);
+      best_multipliers(x + g * width, std::min(width, k_pad - g * width), amax_[g], tables, error, chosen);
     }
     for (int c = 0; c < kChannelCandidates; ++c) total[c] += error[c];
   }
-  const int best = static_cast<int>(std::min_element(total, total + kChannelCandidates) - total);
+  const int best = total[1] < total[0] ? 1 : 0;
 
   // Round with the chosen steps, then fit the channel scale to the integers by least squares.
-  double dot = 0.0, norm = 0.0;
+  double dot = 0.0;
+  int64_t norm = 0;
   for (int64_t g = 0; g < groups; ++g) {
-    const float* values = x + g * width;
-    int8_t* out = q + g * width;
     const int64_t n = std::min(width, k_pad - g * width);
-    const uint8_t m = mult_[g * kChannelCandidates + best];
-    mult[g] = m;
-    round_clamp(values, n, m ? 1.0f / (scales[best] * m) : 0.0f, -8.0f, 7.0f, out);
-    double group_dot = 0.0;
-    int64_t group_norm = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      group_dot += static_cast<double>(values[i]) * out[i];
-      group_norm += out[i] * out[i];
-    }
-    dot += group_dot * m;
-    norm += static_cast<double>(group_norm * m * m);
+    const int64_t m = mult_[g * kChannelCandidates + best];
+    mult[g] = static_cast<uint8_t>(m);
+    round_clamp(x + g * width, n, m > 0 ? tables[best].inverse[m - 1] : 0.0f, -8.0f, 7.0f, q + g * width);
+    float group_dot;
+    int64_t group_norm;
+    fit_sums(x + g * width, q + g * width, n, &group_dot, &group_norm);
+    dot += static_cast<double>(group_dot) * static_cast<double>(m);
+    norm += group_norm * m * m;
   }
-  *scale = norm > 0.0 ? static_cast<float>(dot / norm) : scales[best];
+  *scale = norm > 0 ? static_cast<float>(dot / static_cast<double>(norm)) : tables[best].channel;
 }
 
 }  // namespace ktc

@@ -25,7 +25,7 @@ class IntegerScaleQuantizer {
   void operator()(const float* x, int64_t k_pad, int64_t group, int8_t* q, float* scale, uint8_t* mult);
 
  private:
-  std::vector<float> amax_, error_;
+  std::vector<float> amax_;
   std::vector<uint8_t> mult_;
 };
 

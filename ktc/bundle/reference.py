@@ -99,7 +99,8 @@ def activate(moe: MoePlan, gate: Float, up: Float) -> Float:
     sharpness = moe.alpha if moe.activation == "swiglu_oai" else 1.0
     with np.errstate(over="ignore"):
         glu = gate / (1 + np.exp(-sharpness * gate))
-    return (up + 1) * glu if moe.activation == "swiglu_oai" else glu * up
+    out: Float = (up + 1) * glu if moe.activation == "swiglu_oai" else glu * up
+    return out
 
 
 def run_expert(moe: MoePlan, expert: PackedExpert, x: Float) -> Float:

@@ -39,6 +39,20 @@ def cached_build(bundle: Bundle, variant: str) -> Path | None:
     return lib.path if lib else None
 
 
+def ready_library(bundle: Bundle, trust_sha256: Sequence[str] = (), host: Host | None = None) -> tuple[str, str] | None:
+    """(variant, path) of the library that `kernel_for_host` would return without building one, or None."""
+    from ktc.codegen.variants import runnable
+
+    host = host or this_host()
+    for name in runnable(host.features):
+        kernel = _shipped(bundle, name, host)
+        if kernel is not None and trusted(kernel, trust_sha256):
+            return name, str(private_copy(bundle, kernel))
+        if (path := cached_build(bundle, name)) is not None:
+            return name, str(path)
+    return None
+
+
 def kernel_for_host(
     bundle: Bundle, variant: str | None = None, trust_sha256: Sequence[str] = (), *, host: Host | None = None
 ) -> Path:

@@ -145,14 +145,31 @@ def _run_layers(
 
 
 def _run_layer(bundle: Bundle, lib: Any, pool: Any, moe: MoePlan, case: MoeGolden) -> NDArray[np.float32]:
-    """The layer's native operator over the few experts of the case, straight from mapped shards."""
+    """The layer's native operator over the few experts of the case."""
+    used = sorted(set(case.ids.ravel().tolist()))
+    tokens, slots = case.ids.shape
+    layer, held = native_layer(bundle, lib, pool, case.module, moe, used, slots)
+    x, ids = np.ascontiguousarray(case.x), np.searchsorted(used, case.ids).astype(np.int64)
+    weights, out = np.ascontiguousarray(case.weights), np.empty_like(case.y)
+    layer.forward(x.ctypes.data, moe.hidden, tokens, ids.ctypes.data, weights.ctypes.data, out.ctypes.data, moe.hidden)
+    del held
+    return out
+
+
+def native_layer(
+    bundle: Bundle, lib: Any, pool: Any, module: str, moe: MoePlan, experts: Sequence[int], top_k: int
+) -> tuple[Any, list[NDArray[Any]]]:
+    """The native operator of a layer over some of its experts, straight from mapped shards.
+
+    Returns:
+        the operator, and the maps that must live as long as it does.
+    """
     from ktc import _runtime
 
-    used = sorted(set(case.ids.ravel().tolist()))
-    held: list[NDArray[Any]] = []  # keeps the maps alive while native code reads them
+    held: list[NDArray[Any]] = []
 
     def pointers(node: int, expert: int) -> dict[str, int]:
-        stem, first = part_of(bundle.tensors, case.module, node, expert)
+        stem, first = part_of(bundle.tensors, module, node, expert)
         out = {}
         for matrix in ("gate_up", "down"):
             for suffix in ("tiles", "scale", "mult", "bias"):
@@ -164,12 +181,11 @@ def _run_layer(bundle: Bundle, lib: Any, pool: Any, moe: MoePlan, case: MoeGolde
                     out[key] = held[-1].ctypes.data
         return out
 
-    tokens, slots = case.ids.shape
     layer = _runtime.Moe(
         lib,
         pool,
-        experts=len(used),
-        top_k=slots,
+        experts=len(experts),
+        top_k=top_k,
         hidden=moe.hidden,
         intermediate=moe.intermediate,
         activation=moe.activation,
@@ -179,12 +195,9 @@ def _run_layer(bundle: Bundle, lib: Any, pool: Any, moe: MoePlan, case: MoeGolde
         scale=moe.scale,
         group=moe.group,
         splits=moe.splits,
-        weights=[[pointers(node, e) for e in used] for node in range(bundle.nodes)],
+        weights=[[pointers(node, e) for e in experts] for node in range(bundle.nodes)],
     )
-    x, ids = np.ascontiguousarray(case.x), np.searchsorted(used, case.ids).astype(np.int64)
-    weights, out = np.ascontiguousarray(case.weights), np.empty_like(case.y)
-    layer.forward(x.ctypes.data, moe.hidden, tokens, ids.ctypes.data, weights.ctypes.data, out.ctypes.data, moe.hidden)
-    return out
+    return layer, held
 
 
 def _run_logits(

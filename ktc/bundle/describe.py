@@ -1,0 +1,111 @@
+"""What `ktc inspect` shows: a bundle's contents, sizes, layers, scratch and verdict, as plain data.
+
+Opens no weights and builds nothing. A kernel library is opened only if it may be (trust.py), to say
+which kernels a layer gets and how much scratch it takes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ktc.bundle.judge import verdict
+from ktc.bundle.reader import Bundle
+from ktc.bundle.trust import ready_library
+from ktc.host import this_host
+from ktc.plan.ir import ModulePlan
+
+PREFILL_TOKENS = 512  # tokens of one prefill step; scratch never has to hold more
+
+
+def describe(bundle: Bundle, trust_sha256: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything `ktc inspect` prints."""
+    host, manifest = this_host(), bundle.manifest
+    library = ready_library(bundle, trust_sha256, host)
+    return {
+        "bundle": str(bundle.path),
+        "format": f"{manifest['format']['major']}.{manifest['format']['minor']}",
+        "created_by": f"ktc {manifest['created_by']['ktc']}",
+        "source": {k: manifest["source"].get(k) for k in ("name", "repo", "revision", "licence")},
+        "model": manifest["model"],
+        "recipe": {"name": bundle.plan.recipe, "sha256": manifest["recipe_sha256"]},
+        "schemes": [scheme["scheme"] for scheme in manifest["quant"]["schemes"]],
+        "nodes": bundle.nodes,
+        "sizes": sizes(bundle),
+        "files": len(bundle.files),
+        "kernels": [
+            {k: kernel[k] for k in ("variant", "required_features", "glibc_max", "compiler", "sha256")}
+            | {"runs_here": set(kernel["required_features"]) <= host.features}
+            for kernel in manifest["kernels"]
+        ],
+        "variant": library[0] if library else None,
+        "layers": layers(bundle.plan.modules),
+        "scratch": _scratch(bundle, library[1]) if library else None,
+        "goldens": _goldens(manifest),
+        "verdict": verdict(bundle, trust_sha256=trust_sha256, host=host).to_json(),
+    }
+
+
+def sizes(bundle: Bundle) -> dict[str, int]:
+    """Bytes per place: experts of each node, the device, and the rest."""
+    out = {
+        f"experts, node {node}": sum(
+            e["size"] for p, e in bundle.files.items() if p.startswith(f"weights/experts/node{node}/")
+        )
+        for node in range(bundle.nodes)
+    }
+    out["device"] = bundle.nbytes("device")
+    out["kernels"] = bundle.nbytes("kernel")
+    out["other"] = bundle.nbytes() - sum(out.values())
+    return out
+
+
+def layers(modules: Sequence[ModulePlan]) -> list[dict[str, Any]]:
+    """One row per kind of module: equal modules of different layers share a row."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for module in modules:
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", module.name)
+        stored = module.moe.scheme if module.moe else module.linear.scheme if module.linear else None
+        what = {
+            "modules": pattern or "(model)",
+            "operator": "Hugging Face" if module.operator == "hf" else module.operator,
+            "stored": str(stored) if stored else "as in the checkpoint",
+            "device": module.device,
+            "note": module.note,
+        }
+        key = tuple(what.values())
+        number = re.search(r"\.(\d+)(?:\.|$)", module.name)
+        row = rows.setdefault(key, {**what, "count": 0, "bytes": 0, "layers": []})
+        row["count"] += 1
+        row["bytes"] += module.nbytes
+        if module.moe is not None:
+            row["bytes"] += sum(module.moe.node_bytes(node) for node in range(len(module.moe.splits)))
+        if number:
+            row["layers"].append(int(number[1]))
+    return list(rows.values())
+
+
+def _scratch(bundle: Bundle, path: str) -> dict[str, int]:
+    """Bytes of the largest MoE layer's working memory: the budget is static, whatever the prompt's length."""
+    from ktc import _runtime
+    from ktc.bundle.verify import native_layer
+
+    lib = _runtime.KernelLib(path)
+    pool = _runtime.Pool([[cpu for node in _runtime.numa_nodes() for cpu in node]] * bundle.nodes, False)
+    kinds = {m.moe: m for m in bundle.plan.moe_modules()}
+    most = {1: 0, PREFILL_TOKENS: 0}
+    for moe, module in kinds.items():
+        assert moe is not None
+        layer, held = native_layer(bundle, lib, pool, module.name, moe, range(moe.experts), moe.top_k)
+        for tokens in most:
+            most[tokens] = max(most[tokens], int(layer.scratch_bytes(tokens)))
+        del layer, held
+    return {"decode": most[1], f"prefill of {PREFILL_TOKENS} tokens": most[PREFILL_TOKENS]}
+
+
+def _goldens(manifest: dict[str, Any]) -> str:
+    goldens = manifest["goldens"]
+    if goldens is None:
+        return "none"
+    return f"{len(goldens['moe'])} MoE layers" + (" and logits" if goldens["logits"] else "")

@@ -39,6 +39,7 @@ lint: setup
 
 golden-update: setup
 	$(BIN)/python -m pytest -q tests/codegen --update-golden
+	KTC_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -q tests/plan/test_real_configs.py -k golden
 
 clean:
 	rm -rf build $(VENV) *.ktc *.ktc.partial

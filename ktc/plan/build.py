@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ktc.errors import KtcError, RecipeError
+from ktc.errors import KtcError, RecipeError, UnsupportedModelError
 from ktc.layout import split_intermediate, split_unit
 from ktc.models.family import ExpertShape, Family
 from ktc.models.roles import role_of
@@ -40,13 +40,9 @@ def build_plan(config: Mapping[str, Any] | Any, recipe: Recipe, nodes: int = 1) 
         RecipeError: the recipe does not fit this model: a rule without a module, a group that does not
             divide, an intermediate size that cannot be split over so many nodes, ...
     """
-    from ktc.models.registry import family_for, hf_config, meta_model
-
     if nodes < 1:
         raise KtcError(f"{nodes} NUMA nodes: at least 1 is needed")
-    hf = hf_config(config) if isinstance(config, Mapping) else config
-    family = family_for(hf)
-    model = meta_model(hf)
+    hf, family, model = _meta(config)
     builder = _Builder(family, family.shape(hf), recipe, nodes, dict(model.all_tied_weights_keys))
     builder.visit("", model, "cpu", None)
     builder.check_rules()
@@ -62,6 +58,23 @@ def build_plan(config: Mapping[str, Any] | Any, recipe: Recipe, nodes: int = 1) 
     )
     verify(plan, {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()})
     return plan
+
+
+def _meta(config: Mapping[str, Any] | Any) -> tuple[Any, Family, Any]:
+    """The checked config object, its family, and the model on meta."""
+    from ktc.models.registry import family_for, hf_config, meta_model
+
+    try:
+        hf = hf_config(config) if isinstance(config, Mapping) else config
+        return hf, family_for(hf), meta_model(hf)
+    except (KtcError, MemoryError):
+        raise
+    except Exception as error:  # transformers and torch answer a nonsensical config with any exception
+        text = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"config.json does not describe a model that can be built: {type(error).__name__}: {text}",
+            "compare it with the config.json of the released model",
+        ) from error
 
 
 class _Builder:
@@ -167,6 +180,8 @@ class _Builder:
         assert rule.scheme is not None
         hf: Any = module
         n, k, bias = hf.out_features, hf.in_features, hf.bias is not None
+        if min(n, k) < 1:
+            raise UnsupportedModelError(f"config.json gives {own.name} the shape [{n}, {k}]")
         scheme, note = resolve(rule.scheme, [("input size", k)], self.recipe.where(rule), own.name)
         linear = LinearPlan(n, k, bias, scheme.data_type, scheme.scale, scheme.group)
         source = self.tied.get(f"{own.name}.weight")
@@ -181,6 +196,10 @@ class _Builder:
         """The MoE block, and the names of the children that it swallows (the container of experts)."""
         assert rule.scheme is not None
         shape, where = self.shape, self.recipe.where(rule)
+        if min(shape.hidden, shape.intermediate) < 1:
+            raise UnsupportedModelError(
+                f"config.json gives the experts the shape [{shape.hidden}, {shape.intermediate}]"
+            )
         columns = [("hidden size", shape.hidden), ("intermediate size", shape.intermediate)]
         scheme, note = resolve(rule.scheme, columns, where, own.name)
         try:

@@ -166,3 +166,9 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     err = child.stderr.read()
     assert (child.wait(timeout=30), err) == (141, "")
     child.stderr.close()
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_command_of_the_table_exists(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(name, "--help") == 0
+    assert f"ktc {name}" in capsys.readouterr().out

@@ -162,6 +162,25 @@ def test_c7_dense_and_unknown_models() -> None:
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "wide"),
+        ("hidden_size", -5),
+        ("num_attention_heads", 0),
+        ("vocab_size", 0),
+        ("moe_intermediate_size", 0),
+        ("moe_intermediate_size", 2.5),
+        ("rope_scaling", {"type": "spiral"}),
+        ("qk_rope_head_dim", -1),
+        ("kv_lora_rank", None),
+    ],
+)
+def test_a_nonsensical_config_is_no_bug_of_ktc(key: str, value: object) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"config\.json"):
+        build_plan({"model_type": "deepseek_v3", **TINY["deepseek_v3"], key: value}, load_recipe("int4"))
+
+
+@pytest.mark.parametrize(
     ("rule", "message", "hint"),
     [
         (

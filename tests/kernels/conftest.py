@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from kernels.native import KernelLibrary, cpu_features
 
 from ktc.codegen.build import build_variants
 from ktc.codegen.spec import GATED, KernelSpec, KernelSpecs
 from ktc.codegen.variants import VARIANTS
 from ktc.layout import QuantScheme
+from tests.kernels.native import KernelLibrary, cpu_features
 
 SCHEMES = [
     QuantScheme("fp32"),

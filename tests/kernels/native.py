@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from kernels.reference import Array, Weights, groups_of
 from numpy.typing import NDArray
 
 from ktc.layout import ABI_VERSION, STEP_K, QuantScheme, round_up
+from tests.kernels.reference import Array, Weights, groups_of
 
 FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
 SCALES = {"none": 0, "channel": 1, "group": 2, "integer": 3}

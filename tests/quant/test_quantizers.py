@@ -1,0 +1,108 @@
+"""Properties of the quantisers themselves, on the numpy definitions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ktc.layout import QuantScheme
+from ktc.quant.registry import QUANTIZERS, quantizer_for
+
+GROUPS = {"int8-channel": (0,), "int8-group": (64,), "int4-group": (16, 64), "int4-integer": (16, 64)}
+CASES = [(name, group) for name, groups in GROUPS.items() for group in groups]
+
+
+def gaussian(n: int = 48, k: int = 512) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((n, k)).astype(np.float32) * np.float32(0.02)
+
+
+def error(name: str, w: np.ndarray, group: int) -> float:
+    q = QUANTIZERS[name]
+    return float(np.linalg.norm(q.dequantize(q.quantize(w, group), group) - w) / np.linalg.norm(w))
+
+
+def test_registry_covers_every_stored_scheme() -> None:
+    assert set(GROUPS) == set(QUANTIZERS)
+    assert quantizer_for(QuantScheme("int4", "integer", 32)).name == "int4-integer"
+    assert str(QUANTIZERS["int8-channel"].scheme(64)) == "int8-channel"
+    with pytest.raises(ValueError, match="no quantiser gives bf16"):
+        quantizer_for(QuantScheme("bf16"))
+
+
+@pytest.mark.parametrize("name,group", CASES)
+def test_ranges(name: str, group: int) -> None:
+    quantized = QUANTIZERS[name].quantize(gaussian(), group)
+    low, high = (-127, 127) if name.startswith("int8") else (-8, 7)
+    assert quantized.q.min() >= low and quantized.q.max() <= high
+    assert np.isfinite(quantized.scale).all()
+    if quantized.mult is not None:
+        assert quantized.mult.min() >= 1 and quantized.mult.max() <= 16
+        product = quantized.mult.repeat(group, axis=1).astype(int) * quantized.q
+        assert product.min() >= -128 and product.max() <= 112
+
+
+def test_s13_int4_uses_minus_eight() -> None:
+    """failures.md S13: -8 must occur, so that a kernel that gets its sign wrong is found out."""
+    assert (QUANTIZERS["int4-group"].quantize(gaussian(), 64).q == -8).any()
+    assert (QUANTIZERS["int4-integer"].quantize(gaussian(), 64).q == -8).any()
+
+
+@pytest.mark.parametrize(
+    "name,group,limit",
+    [
+        ("int8-channel", 0, 0.009),
+        ("int8-group", 64, 0.007),
+        ("int4-group", 32, 0.083),
+        ("int4-group", 128, 0.099),
+        ("int4-integer", 16, 0.080),
+        ("int4-integer", 32, 0.091),
+        ("int4-integer", 128, 0.105),
+    ],
+)
+def test_error_on_gaussian_weights(name: str, group: int, limit: float) -> None:
+    assert error(name, gaussian(), group) < limit
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_search_beats_amax(group: int) -> None:
+    """A scale of amax / 7 (no search) is clearly worse."""
+    w = gaussian().reshape(-1, group)
+    scale = np.abs(w).max(axis=1, keepdims=True) / 7
+    plain = np.linalg.norm(np.rint(w / scale) * scale - w) / np.linalg.norm(w)
+    assert error("int4-group", gaussian(), group) < 0.93 * plain
+
+
+@pytest.mark.parametrize("name,group", CASES)
+def test_q2_zero_and_tiny_rows(name: str, group: int) -> None:
+    """failures.md Q2: all-zero and near-zero rows abort a peer's quantiser; here they are exact zeros."""
+    w = gaussian(6, 256)
+    w[1] = 0
+    w[3] *= np.float32(1e-36)
+    w[4, 64:] = 0
+    quantized = QUANTIZERS[name].quantize(w, group)
+    back = QUANTIZERS[name].dequantize(quantized, group)
+    assert not back[1].any() and not back[3].any() and not back[4, 64:].any()
+    assert back[4, :64].any()
+    assert not quantized.scale[1].any() and not quantized.scale[3].any()
+
+
+@pytest.mark.parametrize("name,group", CASES)
+def test_partial_last_group(name: str, group: int) -> None:
+    """k_pad = 192 with groups of 128: the last group has 64 columns and its own scale."""
+    group = 128 if group else 0
+    w = gaussian(4, 192)
+    w[:, 128:] *= np.float32(50)
+    quantized = QUANTIZERS[name].quantize(w, group)
+    back = QUANTIZERS[name].dequantize(quantized, group)
+    head = np.linalg.norm(back[:, :128] - w[:, :128]) / np.linalg.norm(w[:, :128])
+    if name.endswith("group"):
+        assert quantized.scale.shape == (4, 2)
+        assert head < (0.02 if name.startswith("int8") else 0.12)
+
+
+@pytest.mark.parametrize("name,group", CASES)
+def test_scaling_by_a_power_of_two_changes_no_integer(name: str, group: int) -> None:
+    w = gaussian(8, 256)
+    a = QUANTIZERS[name].quantize(w, group)
+    b = QUANTIZERS[name].quantize(w * np.float32(2.0**40), group)
+    assert np.array_equal(a.q, b.q) and np.array_equal(a.scale * np.float32(2.0**40), b.scale)

@@ -54,9 +54,14 @@ def load(
     started = time.perf_counter()
     opened, degraded = _open(bundle, emulate_nodes, trust_sha256, own_kernels=kernel_library is not None)
     from ktc import _runtime
+    from ktc.codegen.variants import runnable
+    from ktc.host import this_host
 
     placement = pools.place(_runtime.numa_nodes(), opened.plan.nodes, threads, emulate_nodes)
     lib = _kernels(opened, variant, trust_sha256, kernel_library)
+    best = runnable(this_host().features)[0]
+    if variant is None and kernel_library is None and lib.variant != best:
+        degraded.append(f"{lib.variant} kernels, but this CPU runs {best}")
     pool = pools.get_pool(placement)
     degraded += pool.warnings()
     model, store = _build(opened, lib, pool, force_kernel, check_memory)
@@ -65,7 +70,7 @@ def load(
 
     report = LoadReport(str(opened.path), lib.variant, force_kernel, [len(n) for n in placement])
     report.weight_bytes, report.huge_bytes = store.nbytes, store.huge_bytes()
-    report.layers = describe(model, opened.plan, lib)
+    report.layers = describe(opened.plan, lib)
     report.seconds = time.perf_counter() - started
     report.degraded = degraded
     if strict and degraded:

@@ -54,12 +54,13 @@ class LoadReport:
         return out + [f"  degraded: {reason}" for reason in self.degraded]
 
 
-def describe(model: Any, plan: Plan, lib: Any) -> list[tuple[str, str]]:
+def describe(plan: Plan, lib: Any) -> list[tuple[str, str]]:
     """(where, what it runs on) for every planned module; equal modules of different layers share a line."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    latent = {m.name for m in plan.modules if m.operator == "mla"}
     for planned in plan.modules:
         pattern, layer = _pattern(planned.name)
-        groups[pattern, _what(model.get_submodule(planned.name), planned, lib)].append(layer)
+        groups[pattern, _what(planned, latent, lib)].append(layer)
     out = []
     for (pattern, what), layers in groups.items():
         out.append((pattern.replace("*", _spans(layers)) if layers[0] else pattern or "(model)", what))
@@ -76,7 +77,7 @@ def kernels_in_use(model: Any) -> dict[str, int]:
     return dict(calls)
 
 
-def _what(module: Any, planned: ModulePlan, lib: Any) -> str:
+def _what(planned: ModulePlan, latent: set[str], lib: Any) -> str:
     note = f" [{planned.note}]" if planned.note else ""
     if planned.moe is not None:
         m = planned.moe
@@ -87,6 +88,9 @@ def _what(module: Any, planned: ModulePlan, lib: Any) -> str:
         return f"linear {p.scheme} on {_kernels(lib, p.scheme, 'store')} [{p.n}, {p.k}]{note}"
     if planned.operator == "mla":
         return f"absorbed latent attention, torch fp32{note}"
+    parent, _, last = planned.name.rpartition(".")
+    if last == "kv_b_proj" and parent in latent:
+        return f"split into W_UK and W_UV, fp32{note}"
     if planned.operator == "embedding":
         return f"table as stored{note}"
     return f"Hugging Face {planned.hf_class.rpartition('.')[2]}, fp32{note}"

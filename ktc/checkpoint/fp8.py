@@ -36,7 +36,7 @@ def _e4m3_table() -> F32:
 
 E4M3: F32 = _e4m3_table()
 E8M0: F32 = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan)).astype(np.float32)
-_BAND = 128  # rows decoded at once
+_BAND = 32  # rows decoded at once: they stay in cache between the look-up and the product
 
 
 def decode_scales(bits: NDArray[Any], dtype: str) -> F32:
@@ -44,7 +44,7 @@ def decode_scales(bits: NDArray[Any], dtype: str) -> F32:
     if dtype == "BF16":
         return (bits.astype(np.uint32) << 16).view(np.float32)
     if dtype in ("U8", "F8_E8M0"):
-        return E8M0[bits]
+        return np.take(E8M0, bits)
     return np.asarray(bits, dtype=np.float32)
 
 
@@ -88,15 +88,12 @@ def decode(codes: NDArray[np.uint8], scales: F32, block: tuple[int, int]) -> F32
     """fp32 [N, K] from e4m3 codes [N, K] and scales [ceil(N/rows), ceil(K/columns)], a cache-sized band at a time."""
     rows, columns = codes.shape
     out = np.empty((rows, columns), dtype=np.float32)
-    whole = columns // block[1] * block[1]  # columns in whole blocks; the last block may be partial
+    spread = np.repeat(scales, block[1], axis=1)[:, :columns]  # [block rows, K]; cuts a partial last block
     for begin in range(0, rows, _BAND):
         band = out[begin : begin + _BAND]
         np.take(E4M3, codes[begin : begin + _BAND], out=band, mode="clip")
-        scale = scales[np.arange(begin, begin + band.shape[0]) // block[0]]  # [band, blocks]
-        head = band[:, :whole].reshape(band.shape[0], -1, block[1])  # splitting an axis is always a view
-        head *= scale[:, : head.shape[1], None]
-        if whole < columns:
-            band[:, whole:] *= scale[:, -1:]
+        owner = np.arange(begin, begin + band.shape[0]) // block[0]  # block row of each row
+        band *= spread[owner[0]] if owner[0] == owner[-1] else spread[owner]
     return out
 
 

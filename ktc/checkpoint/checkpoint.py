@@ -16,7 +16,7 @@ from ktc.checkpoint.safetensors_file import LFS_PREFIX, RawTensor, read_header
 from ktc.checkpoint.source import Source, resolve
 from ktc.checkpoint.tensors import TensorData, TensorInfo
 from ktc.errors import CheckpointError
-from ktc.models.registry import rewrite_config
+from ktc.models.registry import family_for, rewrite_config
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -28,6 +28,7 @@ _SIDE_NAMES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "tokenizer.model",
+    "tiktoken.model",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
@@ -130,13 +131,20 @@ def open_checkpoint(checkpoint: str | Path) -> Checkpoint:
 
     Raises:
         CheckpointError: anything missing, damaged, not safetensors, or in an encoding that ktc does not read.
+        UnsupportedModelError: a hub id of a model that ktc does not support (its weights are not fetched).
     """
-    source = resolve(checkpoint)
+    source = resolve(checkpoint, weights=False)
     path = source.path
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory", hint="give the directory of a Hugging Face checkpoint")
     config = _config_of(path)
     _refuse_modelopt(path)
+    if source.repo is not None:
+        # Whatever the config alone rules out is refused before hundreds of gigabytes are fetched.
+        family_for(config)
+        parse_quantization(config)
+        source = resolve(f"{source.repo}@{source.revision}" if source.revision else source.repo)
+        path = source.path
     index = path / INDEX
     if (path / SINGLE).exists():
         files, weight_map = [path / SINGLE], None

@@ -11,7 +11,7 @@ import pytest
 from ktc.checkpoint import open_checkpoint, read_config
 from ktc.checkpoint.hub_names import HUB_IDS
 from ktc.checkpoint.source import resolve
-from ktc.errors import CheckpointError
+from ktc.errors import CheckpointError, KtcError
 from tests.checkpoint.files import f32, write_checkpoint
 
 
@@ -84,3 +84,40 @@ def test_hub_errors_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("huggingface_hub.snapshot_download", download)
         with pytest.raises(CheckpointError, match=message):
             resolve("org/name")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "llama"}, "'llama' is a dense model"),
+        ({"quantization_config": {"quant_method": "awq"}}, "'awq', which ktc does not read"),
+    ],
+)
+def test_hopeless_models_are_refused_before_their_weights_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], message: str
+) -> None:
+    snapshot = write_checkpoint(tmp_path / "snapshots" / "0123abc", {"a": f32(1)}, config)
+    asked: list[str] = []
+
+    def download(_: str, *, allow_patterns: list[str], **__: Any) -> str:
+        asked.extend(allow_patterns)
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(KtcError, match=message):
+        open_checkpoint("org/name")
+    assert asked and "*.safetensors" not in asked
+
+
+def test_weights_are_fetched_at_the_revision_of_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = write_checkpoint(tmp_path / "snapshots" / "0123abc", {"a": f32(1)})
+    asked: list[tuple[str | None, bool]] = []
+
+    def download(_: str, *, revision: str | None, allow_patterns: list[str], **__: Any) -> str:
+        asked.append((revision, "*.safetensors" in allow_patterns))
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    checkpoint = open_checkpoint("org/name")
+    assert asked == [(None, False), ("0123abc", True)]
+    assert (checkpoint.source.repo, checkpoint.source.revision) == ("org/name", "0123abc")

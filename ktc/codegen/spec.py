@@ -58,8 +58,8 @@ class KernelSpec:
             raise refuse("group and k must be integers")
         if (self.group != 0) != (self.scale in ("group", "integer")) or not 0 <= self.group <= 1 << 16:
             raise refuse("a group belongs to the scales 'group' and 'integer'")
-        if self.group % 16:
-            raise refuse("a group must be a multiple of 16 columns")
+        if self.group % 64 and self.group not in (0, 16, 32):
+            raise refuse("a group must be 16, 32 or a multiple of 64 columns")
         if self.k % K_ALIGN or not 0 <= self.k <= 1 << 20:
             raise refuse("k must be a multiple of 64")
 

@@ -67,11 +67,11 @@ _BASE = ("-march=x86-64", "-mtune=generic")
 _ALL = (
     Variant(
         "amx",
-        (*_BASE, *_AVX512_FLAGS, "-mprefer-vector-width=512"),
+        (*_BASE, *_AVX512_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
         (*_AVX512, "amx_tile", "amx_int8", "amx_bf16"),
         "Avx512", "avx512.h", "avx512", "AmxTiles", "amx.h", "amx",
     ),
-    Variant("avx512", (*_BASE, *_AVX512_FLAGS, "-mprefer-vector-width=512"), _AVX512, "Avx512", "avx512.h", "avx512"),
+    Variant("avx512", (*_BASE, *_AVX512_FLAGS), _AVX512, "Avx512", "avx512.h", "avx512"),
     Variant("avxvnni", (*_BASE, *_AVX2_FLAGS, "-mavxvnni"), (*_AVX2, "avx_vnni"), "Avx2", "avx2.h", "avxvnni"),
     Variant("avx2", (*_BASE, *_AVX2_FLAGS), _AVX2, "Avx2", "avx2.h", "avx2"),
     Variant("portable", _BASE, (), "Scalar", "scalar.h", "scalar"),

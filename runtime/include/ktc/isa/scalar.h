@@ -123,6 +123,7 @@ struct Scalar {
   static KTC_INLINE F bf16_even(B a) { return F(U(a) << 16); }
   static KTC_INLINE F bf16_odd(B a) { return F(U(a) & 0xffff0000u); }
   static KTC_INLINE void prefetch(const uint8_t*) {}
+  static KTC_INLINE void prefetch_l2(const uint8_t*) {}
 };
 
 }  // namespace isa

@@ -1,6 +1,6 @@
 """Types of the native runtime (runtime/src/bindings*.cpp). Pointers are plain integers: the runtime links no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +75,21 @@ class HugeBuffer:
         """Bytes that are really in huge pages (smaps AnonHugePages)."""
     def close(self) -> None: ...
 
+# ---- what the machine can do at most (runtime/src/machine_limits.h) ------------------------------------------
+def compute_kinds() -> list[str]:
+    """Of amx_int8, amx_bf16, avx512_vnni, avx512_bf16, fp32_fma: those that this process may use."""
+
+def measure_compute(kind: str, cpus: Sequence[int], seconds: float) -> float:
+    """Peak operations/s (multiply and add are two) with one pinned thread per cpu."""
+
+class ReadProbe:
+    """A touched buffer of 2 MB or of 4 KB pages, to read through."""
+
+    def __init__(self, nbytes: int, huge: bool) -> None: ...
+    nbytes: int
+    def sample(self, cpus: Sequence[int]) -> float:
+        """Bytes/s of one pass, divided over one pinned thread per cpu."""
+
 # ---- operators ----------------------------------------------------------------------------------
 class Linear:
     """y [M, n] = x [M, k] @ W^T + b on packed tiles; x and y are f32."""
@@ -93,6 +108,7 @@ class Linear:
         mult: int,
         bias: int,
         force: str = "",  # kernel-name substring to force, e.g. "avx512"
+        min_rows: Mapping[str, int] = ...,  # kernel name prefix -> rows from which it is preferred here
     ) -> None: ...
     def forward(self, x: int, ld_x: int, m: int, y: int, ld_y: int) -> None: ...
     def report(self) -> dict[str, object]:
@@ -122,6 +138,7 @@ class Moe:
         # pointers (0 = none); down_bias is present on node 0 only (added once).
         force: str = "",
         scheduling: str = "dynamic",  # or "static"
+        min_rows: Mapping[str, int] = ...,  # kernel name prefix -> tokens from which it is preferred here
     ) -> None: ...
     def submit(self, x: int, ld_x: int, tokens: int, ids: int, weights: int) -> int:
         """Hand over x f32 [T, H], ids i64 [T, k], weights f32 [T, k] (copied before this returns). Returns a ticket."""

@@ -59,4 +59,5 @@ PYBIND11_MODULE(_runtime, m) {
   m.def("unpack_matrix", &unpack_matrix, "tiles"_a, "scale_ptr"_a, "mult"_a, "n_pad"_a, "k_pad"_a, "data_type"_a,
         "scale"_a, "group"_a, "out_f32"_a);
   ktc::bind_run(m);
+  ktc::bind_limits(m);
 }

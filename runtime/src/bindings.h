@@ -1,4 +1,4 @@
-// What bindings.cpp takes from bindings_run.cpp.
+// What bindings.cpp takes from the other bindings_*.cpp.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,5 +7,8 @@ namespace ktc {
 
 // KernelLib, Pool, HugeBuffer, Linear and Moe.
 void bind_run(pybind11::module_& m);
+
+// compute_kinds, measure_compute and ReadProbe.
+void bind_limits(pybind11::module_& m);
 
 }  // namespace ktc

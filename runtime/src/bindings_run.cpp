@@ -27,9 +27,9 @@ T* at(uintptr_t address) {
 py::list kernel_records(const KernelLib& lib) {
   py::list records;
   for (const ktc_gemm_kernel* k : lib.kernels()) {
-    records.append(py::dict("name"_a = k->name, "format"_a = format_name(k->format), "scale"_a = scale_name(k->scale),
-                            "epilogue"_a = epilogue_name(k->epilogue), "group"_a = k->group, "k"_a = k->k,
-                            "min_rows"_a = k->min_rows));
+    records.append(py::dict("name"_a = k->name, "format"_a = format_name(k->format),
+                            "scale"_a = scale_name(k->scale), "epilogue"_a = epilogue_name(k->epilogue),
+                            "group"_a = k->group, "k"_a = k->k, "min_rows"_a = k->min_rows));
   }
   return records;
 }
@@ -64,11 +64,12 @@ ktc_weight weight_from(const std::map<std::string, uintptr_t>& pointers, const s
 }
 
 std::shared_ptr<Moe> make_moe(std::shared_ptr<KernelLib> lib, std::shared_ptr<Pool> pool, int64_t experts,
-                              int64_t top_k, int64_t hidden, int64_t intermediate, const std::string& activation,
-                              float alpha, float limit, const std::string& data_type, const std::string& scale,
-                              int64_t group, const std::vector<std::pair<int64_t, int64_t>>& splits,
+                              int64_t top_k, int64_t hidden, int64_t intermediate,
+                              const std::string& activation, float alpha, float limit,
+                              const std::string& data_type, const std::string& scale, int64_t group,
+                              const std::vector<std::pair<int64_t, int64_t>>& splits,
                               const std::vector<NodePointers>& weights, const std::string& force,
-                              const std::string& scheduling) {
+                              const std::string& scheduling, const MinRows& min_rows) {
   MoeOptions o;
   o.experts = experts;
   o.top_k = top_k;
@@ -79,6 +80,7 @@ std::shared_ptr<Moe> make_moe(std::shared_ptr<KernelLib> lib, std::shared_ptr<Po
   o.limit = limit;
   o.scheme = Scheme::from_names(data_type, scale, group);
   o.force = force;
+  o.min_rows = min_rows;
   o.schedule = schedule_from(scheduling);
   if (splits.size() != weights.size())
     throw std::invalid_argument("moe: " + std::to_string(splits.size()) + " splits but weights of " +
@@ -97,20 +99,20 @@ std::shared_ptr<Moe> make_moe(std::shared_ptr<KernelLib> lib, std::shared_ptr<Po
   return std::make_shared<Moe>(std::move(lib), std::move(pool), std::move(o));
 }
 
-std::shared_ptr<Linear> make_linear(std::shared_ptr<KernelLib> lib, std::shared_ptr<Pool> pool, int64_t n, int64_t k,
-                                    const std::string& data_type, const std::string& scale, int64_t group,
-                                    uintptr_t tiles, uintptr_t scale_ptr, uintptr_t mult, uintptr_t bias,
-                                    const std::string& force) {
+std::shared_ptr<Linear> make_linear(std::shared_ptr<KernelLib> lib, std::shared_ptr<Pool> pool, int64_t n,
+                                    int64_t k, const std::string& data_type, const std::string& scale,
+                                    int64_t group, uintptr_t tiles, uintptr_t scale_ptr, uintptr_t mult,
+                                    uintptr_t bias, const std::string& force, const MinRows& min_rows) {
   const ktc_weight weight{at<const uint8_t>(tiles), at<const float>(scale_ptr), at<const uint8_t>(mult),
                           at<const float>(bias)};
-  return std::make_shared<Linear>(std::move(lib), std::move(pool), n, k, Scheme::from_names(data_type, scale, group),
-                                  weight, force);
+  return std::make_shared<Linear>(std::move(lib), std::move(pool), n, k,
+                                  Scheme::from_names(data_type, scale, group), weight, force, min_rows);
 }
 
 void bind_operators(py::module_& m) {
   py::class_<Linear, std::shared_ptr<Linear>>(m, "Linear")
-      .def(py::init(&make_linear), "lib"_a, "pool"_a, "n"_a, "k"_a, "data_type"_a, "scale"_a, "group"_a, "tiles"_a,
-           "scale_ptr"_a, "mult"_a, "bias"_a, "force"_a = "")
+      .def(py::init(&make_linear), "lib"_a, "pool"_a, "n"_a, "k"_a, "data_type"_a, "scale"_a, "group"_a,
+           "tiles"_a, "scale_ptr"_a, "mult"_a, "bias"_a, "force"_a = "", "min_rows"_a = MinRows{})
       .def(
           "forward",
           [](Linear& self, uintptr_t x, int64_t ld_x, int64_t m, uintptr_t y, int64_t ld_y) {
@@ -121,12 +123,13 @@ void bind_operators(py::module_& m) {
 
   py::class_<Moe, std::shared_ptr<Moe>>(m, "Moe")
       .def(py::init(&make_moe), "lib"_a, "pool"_a, py::kw_only(), "experts"_a, "top_k"_a, "hidden"_a,
-           "intermediate"_a, "activation"_a, "alpha"_a, "limit"_a, "data_type"_a, "scale"_a, "group"_a, "splits"_a,
-           "weights"_a, "force"_a = "", "scheduling"_a = "dynamic")
+           "intermediate"_a, "activation"_a, "alpha"_a, "limit"_a, "data_type"_a, "scale"_a, "group"_a,
+           "splits"_a, "weights"_a, "force"_a = "", "scheduling"_a = "dynamic", "min_rows"_a = MinRows{})
       .def(
           "submit",
           [](Moe& self, uintptr_t x, int64_t ld_x, int64_t tokens, uintptr_t ids, uintptr_t weights) {
-            return self.submit(at<const float>(x), ld_x, tokens, at<const int64_t>(ids), at<const float>(weights));
+            return self.submit(at<const float>(x), ld_x, tokens, at<const int64_t>(ids),
+                               at<const float>(weights));
           },
           "x"_a, "ld_x"_a, "tokens"_a, "ids"_a, "weights"_a, Release())
       .def(
@@ -137,8 +140,8 @@ void bind_operators(py::module_& m) {
           "ticket"_a, "out"_a, "ld_out"_a, Release())
       .def(
           "forward",
-          [](Moe& self, uintptr_t x, int64_t ld_x, int64_t tokens, uintptr_t ids, uintptr_t weights, uintptr_t out,
-             int64_t ld_out) {
+          [](Moe& self, uintptr_t x, int64_t ld_x, int64_t tokens, uintptr_t ids, uintptr_t weights,
+             uintptr_t out, int64_t ld_out) {
             self.forward(at<const float>(x), ld_x, tokens, at<const int64_t>(ids), at<const float>(weights),
                          at<float>(out), ld_out);
           },
@@ -149,6 +152,7 @@ void bind_operators(py::module_& m) {
         py::dict d = report(self.report(), self.pool());
         d["scheduling"] = self.options().schedule == Schedule::kDynamic ? "dynamic" : "static";
         d["chunk_tokens"] = self.chunk_tokens();
+        d["min_rows"] = self.min_rows();
         return d;
       });
 }
@@ -175,7 +179,8 @@ void bind_run(py::module_& m) {
       .def_property_readonly("nbytes", &HugeBuffer::size)
       .def(
           "read_file",
-          [](HugeBuffer& self, const std::string& path, int64_t file_offset, int64_t nbytes, int64_t dst_offset,
+          [](HugeBuffer& self, const std::string& path, int64_t file_offset, int64_t nbytes,
+             int64_t dst_offset,
              std::shared_ptr<Pool> pool) { self.read_file(path, file_offset, nbytes, dst_offset, *pool); },
           "path"_a, "file_offset"_a, "nbytes"_a, "dst_offset"_a, "pool"_a, Release())
       .def("huge_bytes", &HugeBuffer::huge_bytes, Release())

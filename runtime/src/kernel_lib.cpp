@@ -13,6 +13,18 @@ std::runtime_error load_error(const std::string& path, const std::string& reason
   return std::runtime_error("kernel library " + path + ": " + reason);
 }
 
+int64_t effective_min_rows(const ktc_gemm_kernel& kernel, const MinRows& overrides) {
+  const std::string name = kernel.name;
+  int64_t rows = kernel.min_rows;
+  size_t longest = 0;
+  for (const auto& [prefix, value] : overrides) {
+    if (prefix.size() <= longest || name.compare(0, prefix.size(), prefix) != 0) continue;
+    longest = prefix.size();
+    rows = value;
+  }
+  return rows;
+}
+
 }  // namespace
 
 KernelLib::KernelLib(const std::string& path) : path_(path) {
@@ -32,8 +44,8 @@ KernelLib::KernelLib(const std::string& path) : path_(path) {
     throw load_error(path, "has kernel ABI " + std::to_string(lib_->abi_version) + ", this runtime has " +
                                std::to_string(KTC_ABI_VERSION) + "; rebuild it");
   if (lib_->layout_version != KTC_LAYOUT_VERSION)
-    throw load_error(path, "reads tile layout " + std::to_string(lib_->layout_version) + ", this runtime has " +
-                               std::to_string(KTC_LAYOUT_VERSION) + "; rebuild it");
+    throw load_error(path, "reads tile layout " + std::to_string(lib_->layout_version) +
+                               ", this runtime has " + std::to_string(KTC_LAYOUT_VERSION) + "; rebuild it");
   if (lib_->kernel_count == 0 || lib_->kernels == nullptr) throw load_error(path, "holds no kernels");
   // A later minor revision of the library may have longer records.
   const uint32_t stride = lib_->kernels->struct_size;
@@ -55,7 +67,7 @@ std::vector<std::string> KernelLib::required_features() const {
 }
 
 KernelChoice::KernelChoice(const KernelLib& lib, const Scheme& scheme, ktc_epilogue epilogue, int64_t k_pad,
-                           const std::string& force) {
+                           const std::string& force, const MinRows& min_rows) {
   std::string others;
   for (const ktc_gemm_kernel* kernel : lib.kernels()) {
     if (kernel->format != scheme.format || kernel->scale != scheme.scale || kernel->group != scheme.group ||
@@ -65,18 +77,20 @@ KernelChoice::KernelChoice(const KernelLib& lib, const Scheme& scheme, ktc_epilo
       others += std::string(others.empty() ? "" : ", ") + kernel->name;
       continue;
     }
-    entries_.push_back({kernel, std::make_unique<std::atomic<int64_t>>(0)});
+    entries_.push_back(
+        {kernel, effective_min_rows(*kernel, min_rows), std::make_unique<std::atomic<int64_t>>(0)});
   }
   if (entries_.empty()) {
-    std::string message = "kernel library " + lib.path() + " has no kernel for " + format_name(scheme.format) +
-                          ", scale " + scale_name(scheme.scale) + ", group " + std::to_string(scheme.group) +
-                          ", epilogue " + epilogue_name(epilogue) + ", k " + std::to_string(k_pad);
+    std::string message = "kernel library " + lib.path() + " has no kernel for " +
+                          format_name(scheme.format) + ", scale " + scale_name(scheme.scale) + ", group " +
+                          std::to_string(scheme.group) + ", epilogue " + epilogue_name(epilogue) + ", k " +
+                          std::to_string(k_pad);
     if (!force.empty()) message += " whose name contains '" + force + "'";
     if (!others.empty()) message += "; it has " + others;
     throw std::invalid_argument(message);
   }
   std::stable_sort(entries_.begin(), entries_.end(), [](const Entry& a, const Entry& b) {
-    if (a.kernel->min_rows != b.kernel->min_rows) return a.kernel->min_rows < b.kernel->min_rows;
+    if (a.min_rows != b.min_rows) return a.min_rows < b.min_rows;
     return a.kernel->k != 0 && b.kernel->k == 0;
   });
 }
@@ -84,8 +98,8 @@ KernelChoice::KernelChoice(const KernelLib& lib, const Scheme& scheme, ktc_epilo
 size_t KernelChoice::index(int64_t rows) const {
   size_t best = 0;
   for (size_t i = 1; i < entries_.size(); ++i) {
-    if (entries_[i].kernel->min_rows > rows) break;
-    if (entries_[i].kernel->min_rows > entries_[best].kernel->min_rows) best = i;
+    if (entries_[i].min_rows > rows) break;
+    if (entries_[i].min_rows > entries_[best].min_rows) best = i;
   }
   return best;
 }
@@ -105,13 +119,17 @@ std::vector<KernelChoice::Use> KernelChoice::report() const {
   return uses;
 }
 
+void KernelChoice::add_min_rows(std::map<std::string, int64_t>& all) const {
+  for (const Entry& e : entries_) all[e.kernel->name] = e.min_rows;
+}
+
 void check_kernel(int status, const char* kernel) {
   if (status == KTC_OK) return;
   const char* reason = status == KTC_ERR_ARGS          ? "rejected its arguments"
                        : status == KTC_ERR_UNSUPPORTED ? "does not support this shape"
                                                        : "failed";
-  throw std::runtime_error(std::string("kernel ") + kernel + " " + reason + " (status " + std::to_string(status) +
-                           ")");
+  throw std::runtime_error(std::string("kernel ") + kernel + " " + reason + " (status " +
+                           std::to_string(status) + ")");
 }
 
 const char* format_name(int format) {

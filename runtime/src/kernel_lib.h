@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -28,12 +29,16 @@ class KernelLib {
   std::vector<const ktc_gemm_kernel*> kernels_;
 };
 
+// What replaces a kernel's own min_rows on this machine: prefix of kernel names -> rows. The longest prefix
+// that fits wins.
+using MinRows = std::map<std::string, int64_t>;
+
 // Kernels of one matrix: all of a library's that can run it, smallest min_rows first.
 class KernelChoice {
  public:
   // Throws std::invalid_argument if the library has none, or none whose name contains `force`.
   KernelChoice(const KernelLib& lib, const Scheme& scheme, ktc_epilogue epilogue, int64_t k_pad,
-               const std::string& force);
+               const std::string& force, const MinRows& min_rows = {});
 
   // The kernel with the largest min_rows <= rows; specialised on k before generic.
   const ktc_gemm_kernel& pick(int64_t rows) const { return *entries_[index(rows)].kernel; }
@@ -46,10 +51,13 @@ class KernelChoice {
     int64_t calls;
   };
   std::vector<Use> report() const;
+  // Adds kernel name -> the rows from which it is preferred.
+  void add_min_rows(std::map<std::string, int64_t>& all) const;
 
  private:
   struct Entry {
     const ktc_gemm_kernel* kernel;
+    int64_t min_rows;
     std::unique_ptr<std::atomic<int64_t>> calls;
   };
   size_t index(int64_t rows) const;

@@ -23,7 +23,8 @@ struct Linear::Call {
 };
 
 Linear::Linear(std::shared_ptr<KernelLib> lib, std::shared_ptr<Pool> pool, int64_t n, int64_t k,
-               const Scheme& scheme, const ktc_weight& weight, const std::string& force)
+               const Scheme& scheme, const ktc_weight& weight, const std::string& force,
+               const MinRows& min_rows)
     : lib_(std::move(lib)),
       pool_(std::move(pool)),
       n_(n),
@@ -32,11 +33,12 @@ Linear::Linear(std::shared_ptr<KernelLib> lib, std::shared_ptr<Pool> pool, int64
       blocks_(ceil_div(n, 32)),
       scheme_(scheme),
       weight_(weight),
-      kernels_(*lib_, scheme, KTC_STORE, k_pad_, force) {
+      kernels_(*lib_, scheme, KTC_STORE, k_pad_, force, min_rows) {
   if (n < 1 || k < 1) throw std::invalid_argument("a linear needs n >= 1 and k >= 1");
   if (weight.tiles == nullptr || reinterpret_cast<uintptr_t>(weight.tiles) % 64 != 0)
     throw std::invalid_argument("tiles must be 64-byte aligned and not null");
-  if (scheme.integer() && weight.scale == nullptr) throw std::invalid_argument("an integer format needs scales");
+  if (scheme.integer() && weight.scale == nullptr)
+    throw std::invalid_argument("an integer format needs scales");
   if (scheme.scale == KTC_SCALE_INTEGER && weight.mult == nullptr)
     throw std::invalid_argument("integer scales need multipliers");
 }
@@ -101,9 +103,11 @@ void Linear::plan_chunk(Call& call, Job& job, int quantize_phase, int gemm_phase
 
   for (int node = 0; node < call.nodes; ++node) {
     const int64_t tasks = call.block_pieces * call.row_pieces;
-    job.set_tasks(quantize_phase, node, share_begin(call.quantize_pieces, node + 1, call.nodes) -
-                                            share_begin(call.quantize_pieces, node, call.nodes));
-    job.set_tasks(gemm_phase, node, share_begin(tasks, node + 1, call.nodes) - share_begin(tasks, node, call.nodes));
+    job.set_tasks(quantize_phase, node,
+                  share_begin(call.quantize_pieces, node + 1, call.nodes) -
+                      share_begin(call.quantize_pieces, node, call.nodes));
+    job.set_tasks(gemm_phase, node,
+                  share_begin(tasks, node + 1, call.nodes) - share_begin(tasks, node, call.nodes));
   }
   kernels_.count(call.rows);
 }

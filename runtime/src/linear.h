@@ -12,8 +12,9 @@ namespace ktc {
 class Linear {
  public:
   // n, k: logical sizes; weight pointers as in abi.h, kept alive by the caller.
-  Linear(std::shared_ptr<KernelLib> lib, std::shared_ptr<Pool> pool, int64_t n, int64_t k, const Scheme& scheme,
-         const ktc_weight& weight, const std::string& force);
+  Linear(std::shared_ptr<KernelLib> lib, std::shared_ptr<Pool> pool, int64_t n, int64_t k,
+         const Scheme& scheme, const ktc_weight& weight, const std::string& force,
+         const MinRows& min_rows = {});
 
   // x f32 [m, k] with row stride ld_x, y f32 [m, n] with row stride ld_y. m = 0 does nothing.
   void forward(const float* x, int64_t ld_x, int64_t m, float* y, int64_t ld_y);

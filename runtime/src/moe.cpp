@@ -17,8 +17,8 @@ constexpr int64_t kScratchBudget = int64_t{1} << 30;  // of one chunk, staging n
 std::invalid_argument bad(const std::string& message) { return std::invalid_argument("moe: " + message); }
 
 void check_weight(const ktc_weight& w, const Scheme& scheme, const char* what, size_t node, size_t expert) {
-  const std::string where = std::string(what) + " of expert " + std::to_string(expert) + " on node " +
-                            std::to_string(node);
+  const std::string where =
+      std::string(what) + " of expert " + std::to_string(expert) + " on node " + std::to_string(node);
   if (w.tiles == nullptr || reinterpret_cast<uintptr_t>(w.tiles) % 64 != 0)
     throw bad(where + ": tiles must be 64-byte aligned and not null");
   if (scheme.integer() && w.scale == nullptr) throw bad(where + ": scales are missing");
@@ -43,7 +43,8 @@ void check_options(const MoeOptions& o, const Pool& pool) {
     if (o.scheme.group > 0 && node.begin % o.scheme.group != 0)
       throw bad("split of node " + std::to_string(n) + " cuts a group of " + std::to_string(o.scheme.group));
     edge = node.end;
-    if (static_cast<int64_t>(node.gate_up.size()) != o.experts || static_cast<int64_t>(node.down.size()) != o.experts)
+    if (static_cast<int64_t>(node.gate_up.size()) != o.experts ||
+        static_cast<int64_t>(node.down.size()) != o.experts)
       throw bad("node " + std::to_string(n) + " has weights of " + std::to_string(node.gate_up.size()) +
                 " experts instead of " + std::to_string(o.experts));
     for (size_t e = 0; e < node.gate_up.size(); ++e) {
@@ -53,7 +54,8 @@ void check_options(const MoeOptions& o, const Pool& pool) {
     }
   }
   if (edge != i_pad)
-    throw bad("splits end at " + std::to_string(edge) + ", the padded intermediate size is " + std::to_string(i_pad));
+    throw bad("splits end at " + std::to_string(edge) + ", the padded intermediate size is " +
+              std::to_string(i_pad));
 }
 
 }  // namespace
@@ -62,10 +64,10 @@ Moe::Moe(std::shared_ptr<KernelLib> lib, std::shared_ptr<Pool> pool, MoeOptions 
     : lib_(std::move(lib)), pool_(std::move(pool)), o_(std::move(options)) {
   check_options(o_, *pool_);
   h_pad_ = round_up(o_.hidden, 64);
-  gate_up_.emplace_back(*lib_, o_.scheme, o_.activation, h_pad_, o_.force);
+  gate_up_.emplace_back(*lib_, o_.scheme, o_.activation, h_pad_, o_.force, o_.min_rows);
   kernel_scratch_ = gate_up_[0].scratch_bytes();
   for (const MoeNode& node : o_.nodes) {
-    down_.emplace_back(*lib_, o_.scheme, KTC_SCATTER_ADD, node.width(), o_.force);
+    down_.emplace_back(*lib_, o_.scheme, KTC_SCATTER_ADD, node.width(), o_.force, o_.min_rows);
     kernel_scratch_ = std::max(kernel_scratch_, down_.back().scratch_bytes());
   }
   chunk_tokens_ = kMaxChunkTokens;
@@ -161,8 +163,8 @@ void Moe::collect(int64_t ticket, float* out, int64_t ld_out) {
   give_back(std::move(call));
 }
 
-void Moe::forward(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights, float* out,
-                  int64_t ld_out) {
+void Moe::forward(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights,
+                  float* out, int64_t ld_out) {
   check_ids(tokens, ids);
   if (tokens == 0) return;
   std::unique_ptr<MoeCall> call = take_call();
@@ -196,6 +198,13 @@ std::vector<KernelChoice::Use> Moe::report() const {
   std::vector<KernelChoice::Use> uses;
   for (const auto& [name, count] : calls) uses.push_back({name, count});
   return uses;
+}
+
+std::map<std::string, int64_t> Moe::min_rows() const {
+  std::map<std::string, int64_t> all;
+  gate_up_[0].add_min_rows(all);
+  for (const KernelChoice& choice : down_) choice.add_min_rows(all);
+  return all;
 }
 
 }  // namespace ktc

@@ -20,7 +20,7 @@
 namespace ktc {
 
 struct MoeNode {
-  int64_t begin = 0, end = 0;  // range of the padded intermediate size
+  int64_t begin = 0, end = 0;             // range of the padded intermediate size
   std::vector<ktc_weight> gate_up, down;  // [expert]
   int64_t width() const { return end - begin; }
 };
@@ -32,6 +32,7 @@ struct MoeOptions {
   Scheme scheme;
   std::vector<MoeNode> nodes;
   std::string force;
+  MinRows min_rows;
   Schedule schedule = Schedule::kDynamic;
 };
 
@@ -50,8 +51,8 @@ class Moe {
   // Writes out f32 [tokens, hidden]; tickets in any order, each once.
   void collect(int64_t ticket, float* out, int64_t ld_out);
   // submit and collect without the copies.
-  void forward(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights, float* out,
-               int64_t ld_out);
+  void forward(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights,
+               float* out, int64_t ld_out);
 
   // Scratch of one call with so many tokens, staging included.
   int64_t scratch_bytes(int64_t tokens) const;
@@ -61,6 +62,8 @@ class Moe {
   const MoeOptions& options() const { return o_; }
   const Pool& pool() const { return *pool_; }
   std::vector<KernelChoice::Use> report() const;
+  // Kernel name -> tokens of an expert from which it is preferred.
+  std::map<std::string, int64_t> min_rows() const;
 
  private:
   friend struct MoeCall;

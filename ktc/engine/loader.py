@@ -131,7 +131,10 @@ def _build(bundle: Bundle, lib: Any, pool: Any, force_kernel: str, check_memory:
         store = WeightStore(bundle, pool, progress)
         try:
             build.fill(model, bundle.plan, store, lib, pool, force_kernel)
-        except (RuntimeError, ValueError) as error:  # the library lacks a kernel that the plan needs, or `force_kernel` names none
+        except (
+            RuntimeError,
+            ValueError,
+        ) as error:  # the library lacks a kernel that the plan needs, or `force_kernel` names none
             raise BuildError(f"{bundle.path}: {error}") from error
     model.config.dtype = torch.float32
     model.register_forward_pre_hook(pools.LaneThreads(pool.threads), with_kwargs=True)

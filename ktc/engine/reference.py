@@ -8,14 +8,18 @@ Letters: M rows, N outputs, K columns, T tokens, E experts, H hidden, I intermed
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ktc.engine.build import expert_addresses, set_module
 from ktc.engine.linear import KtcLinear
 from ktc.engine.moe import KtcFusedMoE
+from ktc.engine.weights import WeightStore
 from ktc.layout import MatrixLayout
 from ktc.plan.ir import MoePlan
 
@@ -39,9 +43,10 @@ def quantise_rows(x: Tensor, amax: Tensor | None = None) -> Tensor:
         amax: known largest magnitude per row [M] (the whole row's, where x is one node's slice).
     """
     a = x.abs().amax(dim=1) if amax is None else amax
-    inverse = torch.where(a > 1e-36, 127.0 / a, torch.zeros_like(a))  # below, 127 / a overflows
+    top = torch.full_like(a, 127.0)  # a tensor: torch computes `127 / a` as a reciprocal and a product
+    inverse = torch.where(a > 1e-36, top / a, torch.zeros_like(a))  # below, 127 / a overflows
     q = torch.clamp(torch.round(x * inverse[:, None]), -127, 127)
-    return q * (a / 127.0)[:, None]
+    return q * (a / top)[:, None]
 
 
 def activate(plan: MoePlan, gate: Tensor, up: Tensor) -> Tensor:
@@ -109,18 +114,33 @@ class ReferenceMoE(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], ids [T, k], weights [T, k] -> [T, H]; summed in the order of expert ids."""
-        xq = quantise_rows(x) if self.integer else x
         out = torch.zeros_like(x)
-        for expert in sorted({int(i) for i in ids.flatten()}):
-            token, slot = torch.where(ids == expert)
-            gate_bias, up_bias, down_bias = self.biases[expert]
-            gate = xq[token] @ self.gate[expert].T + gate_bias
-            up = xq[token] @ self.up[expert].T + up_bias
-            h = activate(self.plan, gate, up)
+        for expert, token, slot, h in self._hidden(x, ids):
             h = quantise_rows(h) if self.integer else h
-            y = h @ self.down[expert].T + down_bias
+            y = h @ self.down[expert].T + self.biases[expert][2]
             out.index_add_(0, token, weights[token, slot, None].float() * y)
         return out
+
+    def undecided(self, x: Tensor, ids: Tensor, margin: float = 2e-4) -> Tensor:
+        """Tokens [T] (bool) with a hidden activation within `margin` steps of a rounding boundary.
+
+        There a last-bit difference in the activation function moves a whole quantisation step.
+        """
+        out = torch.zeros(x.shape[0], dtype=torch.bool)
+        for _, token, _, h in self._hidden(x, ids) if self.integer else ():
+            steps = (h * (127.0 / h.abs().amax(1, keepdim=True).clamp(min=1e-36))).abs()
+            out[token] |= ((steps - steps.floor() - 0.5).abs() < margin).any(1)
+        return out
+
+    def _hidden(self, x: Tensor, ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """(expert, its tokens [M], their slots [M], activations h [M, I]) in the order of expert ids."""
+        xq = quantise_rows(x) if self.integer else x
+        for expert in sorted({int(i) for i in ids.flatten()}):
+            token, slot = torch.where(ids == expert)
+            gate_bias, up_bias, _ = self.biases[expert]
+            gate = xq[token] @ self.gate[expert].T + gate_bias
+            up = xq[token] @ self.up[expert].T + up_bias
+            yield expert, token, slot, activate(self.plan, gate, up)
 
 
 class ReferenceLinear(nn.Module):
@@ -156,45 +176,44 @@ class _ReferenceBlock(nn.Module):
         return (out, weights) if self.block.family.returns_scores else out
 
 
+def reference_modules(model: Any) -> dict[str, nn.Module]:
+    """The oracle of every native operator of a loaded model: module name -> ReferenceMoE or ReferenceLinear."""
+    store = model.ktc_store
+    temporary = WeightStore(store.bundle, store.pool)  # the model's own copy is not touched
+    out: dict[str, nn.Module] = {}
+    for planned in model.ktc_plan.modules:
+        if planned.moe is not None:
+            nodes = range(len(planned.moe.splits))
+            weights = [expert_addresses(temporary, planned.name, planned.moe, node) for node in nodes]
+            out[planned.name] = ReferenceMoE(planned.moe, weights)
+        elif planned.linear is not None:
+            keys = [
+                k for k in ("tiles", "scale", "mult", "bias") if (None, f"{planned.name}.{k}") in store.bundle.tensors
+            ]
+            at = temporary.read([(key, store.ref(f"{planned.name}.{key}")) for key in keys])
+            out[planned.name] = ReferenceLinear(planned.linear.layout, planned.linear.n, **at)
+    return out
+
+
 def reference_model(model: Any) -> Any:
-    """A copy of a loaded model (`ktc.load`) in which every native operator is the reference. Shares nothing native."""
-    import copy
-
-    from ktc.engine.build import expert_addresses, set_module
-    from ktc.engine.weights import WeightStore
-
-    plan, store = model.ktc_plan, model.ktc_store
-    model.ktc_store = None
-    natives = {}
-    for name, module in model.named_modules():
-        if isinstance(module, KtcLinear | KtcFusedMoE):
-            natives[name], module.native = module.native, None
+    """A copy of a loaded model (`ktc.load`) in which every native operator is the oracle's. Shares nothing native."""
+    held = {name: model.__dict__.pop(name) for name in ("ktc_store", "ktc_plan", "ktc_report")}
+    natives = {n: m for n, m in model.named_modules() if isinstance(m, KtcLinear | KtcFusedMoE)}
+    operators = {name: module.__dict__.pop("native") for name, module in natives.items()}
     try:
         twin = copy.deepcopy(model)
     finally:
-        model.ktc_store = store
-        for name, native in natives.items():
-            model.get_submodule(name).native = native
-    temporary = WeightStore(store.bundle, store.pool)
-    for planned in plan.modules:
-        if planned.moe is not None:
-            weights = [expert_addresses(temporary, planned.name, planned.moe, n) for n in range(plan.nodes)]
-            block = twin.get_submodule(planned.name)
-            set_module(twin, planned.name, _ReferenceBlock(block, ReferenceMoE(planned.moe, weights)))
-    for planned in plan.modules:
-        if planned.linear is not None:
-            refs = [
-                (key, store.ref(f"{planned.name}.{key}"))
-                for key in ("tiles", "scale", "mult", "bias")
-                if (None, f"{planned.name}.{key}") in store.bundle.tensors
-            ]
-            at = temporary.read(refs)
-            reference = ReferenceLinear(planned.linear.layout, planned.linear.n, **at)
-            name = planned.name
-            for moe in plan.moe_modules():  # children of a replaced block live one level deeper now
-                if name.startswith(moe.name + "."):
-                    name = f"{moe.name}.block{name[len(moe.name) :]}"
-            set_module(twin, name, reference)
+        model.__dict__.update(held)
+        for name, operator in operators.items():
+            natives[name].native = operator
+    oracle = reference_modules(model)
+    blocks = [name for name, module in oracle.items() if isinstance(module, ReferenceMoE)]
+    for name, module in oracle.items():
+        if not isinstance(module, ReferenceMoE):
+            set_module(twin, name, module)
+    for name in blocks:
+        experts: Any = oracle[name]
+        set_module(twin, name, _ReferenceBlock(twin.get_submodule(name), experts))
     return twin
 
 

@@ -8,6 +8,7 @@ a user: the bundle's own kernels.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,8 @@ def bundle(folder: Path, checkpoint: Callable[[str], Path]) -> Callable[..., Pat
 @pytest.fixture(scope="session")
 def library() -> Callable[[str], Path]:
     """variant -> kernel library for all of SCHEMES, any K. Skips where the host cannot run it."""
-    from ktc.codegen.build import build_variants
-
     from ktc import _runtime
+    from ktc.codegen.build import build_variants
     from ktc.codegen.spec import KernelSpec, KernelSpecs
     from ktc.codegen.variants import runnable
 
@@ -121,11 +121,11 @@ def library() -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def best_variant() -> str:
-    """The first automatic variant of this host."""
+    """The first automatic variant of this host; KTC_TEST_VARIANT picks another for the whole run."""
     from ktc import _runtime
     from ktc.codegen.variants import runnable
 
-    return runnable(frozenset(_runtime.cpu_features()))[0]
+    return os.environ.get("KTC_TEST_VARIANT") or runnable(frozenset(_runtime.cpu_features()))[0]
 
 
 @pytest.fixture(scope="session")
@@ -158,6 +158,6 @@ def cache_of(model: Any, kind: str, length: int = 256) -> Any:
     return DynamicCache(config=model.config)
 
 
-def random_ids(model: Any, *shape: int, seed: int = 0) -> torch.Tensor:
+def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, 250, shape, generator=generator)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import ktc
-from ktc.engine.reference import reference_model
 from tests.parity.conftest import RECIPES, error, random_ids
+from tests.parity.test_families import compare_modules, forced_routes, recorded_routes
 
 VARIANTS = ("amx", "avx512", "avxvnni", "avx2", "portable", "emulated")
 NAMES = ("deepseek_v3", "gpt_oss")
@@ -20,14 +20,16 @@ def test_every_variant_equals_the_reference(variant: str, recipe: str, bundle, l
     for name in NAMES:
         model = ktc.load(bundle(name, recipe), kernel_library=library(variant), threads=2)
         assert model.ktc_report.variant == variant
+        block = model.ktc_plan.moe_modules()[0].hf_class.rpartition(".")[2]
         for length in (1, 37):
-            ids = random_ids(model, 1, length, seed=length)
-            if recipe == "fp32":
-                assert error(model(ids).logits, hf(name)(ids).logits) < 1e-4
-            elif recipe == "bf16":
-                assert error(model(ids).logits, hf(name)(ids).logits) < 2e-2
+            ids = random_ids(1, length, seed=length)
+            if recipe in ("fp32", "bf16"):
+                with recorded_routes(hf(name), block) as routes:
+                    expected = hf(name)(ids).logits
+                with forced_routes(model, routes):
+                    assert error(model(ids).logits, expected) < {"fp32": 1e-4, "bf16": 2e-2}[recipe]
             else:
-                assert error(model(ids).logits, reference_model(model)(ids).logits) < 1e-4
+                compare_modules(model, ids)
 
 
 @torch.no_grad()
@@ -41,7 +43,7 @@ def test_nodes_give_the_same_result(nodes: int, recipe: str, bundle, library, be
     if not path.exists():  # I = 192: three blocks of 64
         make_tiny("deepseek_v3", path, tokenizer="byte", moe_intermediate_size=192)
     logits = []
-    ids = random_ids(None, 1, 21)
+    ids = random_ids(1, 21)
     for count in (1, nodes):
         out = folder / f"wide-{recipe}-{count}.ktc"
         if not out.exists():
@@ -56,8 +58,8 @@ def test_nodes_give_the_same_result(nodes: int, recipe: str, bundle, library, be
 @pytest.mark.parametrize("recipe", ["bf16", "int8", "int4"])
 def test_q5_the_same_bits_on_every_run_and_thread_count(recipe: str, bundle, library, best_variant) -> None:
     # failure Q5: results differed from run to run
-    ids = random_ids(None, 2, 41)
-    step = random_ids(None, 2, 1)
+    ids = random_ids(2, 41)
+    step = random_ids(2, 1)
     seen = []
     for threads in (1, 2, 5):
         model = ktc.load(bundle("deepseek_v3", recipe), kernel_library=library(best_variant), threads=threads)

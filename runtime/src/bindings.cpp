@@ -5,6 +5,7 @@
 
 #include "bindings.h"
 #include "cpu.h"
+#include "graph/bindings_graph.h"
 #include "pack.h"
 
 namespace py = pybind11;
@@ -60,4 +61,5 @@ PYBIND11_MODULE(_runtime, m) {
         "scale"_a, "group"_a, "out_f32"_a);
   ktc::bind_run(m);
   ktc::bind_limits(m);
+  ktc::bind_graph(m);
 }

@@ -33,11 +33,11 @@ ops::DType dtype(const std::string& name) {
   throw std::invalid_argument("unknown data type '" + name + "'");
 }
 
-std::shared_ptr<Executor> make_executor(Pool* pool, const std::vector<std::pair<std::string, int64_t>>& buffers,
-                                        const std::vector<int64_t>& states,
-                                        const std::vector<std::tuple<int64_t, int64_t, std::vector<int64_t>>>& layouts,
-                                        int64_t context, int64_t vocab, int n_deferred, int n_skipped, bool trivial,
-                                        const std::string& isa) {
+std::shared_ptr<Executor> make_executor(
+    Pool* pool, const std::vector<std::pair<std::string, int64_t>>& buffers,
+    const std::vector<int64_t>& states,
+    const std::vector<std::tuple<int64_t, int64_t, std::vector<int64_t>>>& layouts, int64_t context,
+    int64_t vocab, int n_deferred, int n_skipped, bool trivial, const std::string& isa) {
   std::vector<graph::BufferSpec> specs;
   for (const auto& [rows, bytes] : buffers)
     specs.push_back({rows == "R" ? graph::Rows::kLogits : graph::Rows::kTokens, bytes});
@@ -49,16 +49,16 @@ std::shared_ptr<Executor> make_executor(Pool* pool, const std::vector<std::pair<
   options.n_deferred = n_deferred;
   options.n_skipped = n_skipped;
   options.trivial = trivial;
-  return std::make_shared<Executor>(graph::make_parallel(pool), std::move(specs), states, std::move(places), options,
-                                    isa.c_str());
+  return std::make_shared<Executor>(graph::make_parallel(pool), std::move(specs), states, std::move(places),
+                                    options, isa.c_str());
 }
 
 using WeightTuple = std::tuple<uintptr_t, std::string, int64_t, int64_t>;
 
 void add(Executor& e, const std::string& op, const std::string& name, const std::vector<int>& inputs,
-         const std::vector<int>& outputs, const std::vector<int>& states, const std::map<std::string, double>& params,
-         const std::map<std::string, WeightTuple>& weights, const py::object& linear, const py::object& experts,
-         const py::object& callback) {
+         const std::vector<int>& outputs, const std::vector<int>& states,
+         const std::map<std::string, double>& params, const std::map<std::string, WeightTuple>& weights,
+         const py::object& linear, const py::object& experts, const py::object& callback) {
   graph::NodeSpec s;
   s.op = op;
   s.name = name;
@@ -74,11 +74,11 @@ void add(Executor& e, const std::string& op, const std::string& name, const std:
   if (!callback.is_none()) {
     const int64_t cols = static_cast<int64_t>(s.param("cols"));
     // Held by pointer: the last reference may go without the GIL otherwise.
-    auto function = std::shared_ptr<py::function>(new py::function(py::reinterpret_borrow<py::function>(callback)),
-                                                  [](py::function* f) {
-                                                    py::gil_scoped_acquire gil;
-                                                    delete f;
-                                                  });
+    auto function = std::shared_ptr<py::function>(
+        new py::function(py::reinterpret_borrow<py::function>(callback)), [](py::function* f) {
+          py::gil_scoped_acquire gil;
+          delete f;
+        });
     s.callback = [function, cols](const float* x, float* y, int64_t rows, int64_t position) {
       py::gil_scoped_acquire gil;
       (*function)(reinterpret_cast<uintptr_t>(x), reinterpret_cast<uintptr_t>(y), rows, cols, position);
@@ -98,12 +98,11 @@ void step(Executor& e, const Ids& ids, int64_t position, bool decode, Logits& lo
   e.step(in, rows, position, decode, logit_rows, out);
 }
 
-std::shared_ptr<graph::Experts> dense_experts(Executor& e, const std::shared_ptr<graph::DenseScratch>& scratch,
-                                              int64_t experts, int64_t top_k, int64_t hidden, int64_t intermediate,
-                                              const std::string& activation, float alpha, float limit,
-                                              const WeightTuple& gate_up, const WeightTuple& down, bool transposed,
-                                              bool interleaved, uintptr_t gate_up_bias, uintptr_t down_bias,
-                                              const std::string& isa) {
+std::shared_ptr<graph::Experts> dense_experts(
+    Executor& e, const std::shared_ptr<graph::DenseScratch>& scratch, int64_t experts, int64_t top_k,
+    int64_t hidden, int64_t intermediate, const std::string& activation, float alpha, float limit,
+    const WeightTuple& gate_up, const WeightTuple& down, bool transposed, bool interleaved,
+    uintptr_t gate_up_bias, uintptr_t down_bias, const std::string& isa) {
   graph::DenseExpertsSpec s{};
   s.experts = experts;
   s.top_k = top_k;
@@ -118,7 +117,8 @@ std::shared_ptr<graph::Experts> dense_experts(Executor& e, const std::shared_ptr
   s.gate_up = reinterpret_cast<const void*>(std::get<0>(gate_up));
   s.down = reinterpret_cast<const void*>(std::get<0>(down));
   s.dtype = dtype(std::get<1>(gate_up));
-  if (dtype(std::get<1>(down)) != s.dtype) throw std::invalid_argument("gate_up and down differ in data type");
+  if (dtype(std::get<1>(down)) != s.dtype)
+    throw std::invalid_argument("gate_up and down differ in data type");
   s.transposed = transposed;
   s.interleaved = interleaved;
   s.gate_up_bias = reinterpret_cast<const float*>(gate_up_bias);
@@ -131,11 +131,11 @@ std::shared_ptr<graph::Experts> dense_experts(Executor& e, const std::shared_ptr
 void bind_graph(py::module_& m) {
   bind_ops(m);
   py::class_<graph::Experts, std::shared_ptr<graph::Experts>>(m, "GraphExperts");
-  py::class_<graph::DenseScratch, std::shared_ptr<graph::DenseScratch>>(m, "DenseScratch")
-      .def(py::init<>());
+  py::class_<graph::DenseScratch, std::shared_ptr<graph::DenseScratch>>(m, "DenseScratch").def(py::init<>());
   py::class_<Executor, std::shared_ptr<Executor>>(m, "Executor")
-      .def(py::init(&make_executor), py::keep_alive<1, 2>(), "pool"_a.none(true), "buffers"_a, "states"_a, "layouts"_a,
-           "context"_a, "vocab"_a, "n_deferred"_a = -1, "n_skipped"_a = 0, "trivial"_a = false, "isa"_a = "")
+      .def(py::init(&make_executor), py::keep_alive<1, 2>(), "pool"_a.none(true), "buffers"_a, "states"_a,
+           "layouts"_a, "context"_a, "vocab"_a, "n_deferred"_a = -1, "n_skipped"_a = 0, "trivial"_a = false,
+           "isa"_a = "")
       .def("add", &add, "op"_a, "name"_a, "inputs"_a, "outputs"_a, "states"_a, "params"_a, "weights"_a,
            "linear"_a = py::none(), "experts"_a = py::none(), "callback"_a = py::none())
       .def("dense_experts", &dense_experts, "scratch"_a, py::kw_only(), "experts"_a, "top_k"_a, "hidden"_a,
@@ -146,7 +146,8 @@ void bind_graph(py::module_& m) {
       .def("times",
            [](const Executor& e) {
              py::dict out;
-             for (const Executor::OpTime& t : e.times()) out[t.op.c_str()] = py::make_tuple(t.nanoseconds, t.calls);
+             for (const Executor::OpTime& t : e.times())
+               out[t.op.c_str()] = py::make_tuple(t.nanoseconds, t.calls);
              return out;
            })
       .def_property_readonly("arena_bytes", &Executor::arena_bytes)
@@ -155,7 +156,8 @@ void bind_graph(py::module_& m) {
       .def_property_readonly("isa", [](const Executor& e) { return std::string(e.isa()); });
   m.def(
       "graph_scratch",
-      [](const std::string& op, const std::map<std::string, double>& p, int threads, int64_t rows) -> int64_t {
+      [](const std::string& op, const std::map<std::string, double>& p, int threads,
+         int64_t rows) -> int64_t {
         const auto get = [&](const char* key) {
           const auto it = p.find(key);
           return it == p.end() ? int64_t{0} : static_cast<int64_t>(it->second);
@@ -173,7 +175,8 @@ void bind_graph(py::module_& m) {
           s.rope_dim = get("rope_dim");
           return 4 * ops::mla_scratch(s, threads, rows);
         }
-        if (op == "router") return 4 * threads * ops::router_scratch(get("experts"), std::max<int64_t>(1, get("n_group")));
+        if (op == "router")
+          return 4 * threads * ops::router_scratch(get("experts"), std::max<int64_t>(1, get("n_group")));
         throw std::invalid_argument("operator '" + op + "' has no scratch");
       },
       "op"_a, "params"_a, "threads"_a, "rows"_a);

@@ -15,14 +15,16 @@ constexpr int64_t kHugePage = 2 << 20;
 
 // Zeroed on first touch; huge pages where the kernel gives them.
 void* map_memory(int64_t bytes) {
-  void* p = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* p =
+      mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (p == MAP_FAILED) throw std::bad_alloc();
   if (bytes >= kHugePage) madvise(p, static_cast<size_t>(bytes), MADV_HUGEPAGE);
   return p;
 }
 
 int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
       .count();
 }
 
@@ -35,7 +37,8 @@ const float* WeightRef::f32(const char* what) const {
 
 double NodeSpec::param(const char* key) const {
   const auto it = params.find(key);
-  if (it == params.end()) throw std::invalid_argument(op + " node '" + name + "' lacks parameter '" + key + "'");
+  if (it == params.end())
+    throw std::invalid_argument(op + " node '" + name + "' lacks parameter '" + key + "'");
   return it->second;
 }
 
@@ -63,10 +66,12 @@ Executor::Executor(ops::Parallel parallel, std::vector<BufferSpec> buffers, std:
       layouts_(std::move(layouts)),
       options_(options) {
   if (table_ == nullptr)
-    throw std::invalid_argument("native operators '" + std::string(isa ? isa : "") + "' cannot run on this machine");
+    throw std::invalid_argument("native operators '" + std::string(isa ? isa : "") +
+                                "' cannot run on this machine");
   if (layouts_.empty()) throw std::invalid_argument("a program needs an arena layout");
   for (size_t i = 0; i < layouts_.size(); ++i) {
-    if (layouts_[i].offsets.size() != buffers_.size() || (i && layouts_[i].max_rows <= layouts_[i - 1].max_rows))
+    if (layouts_[i].offsets.size() != buffers_.size() ||
+        (i && layouts_[i].max_rows <= layouts_[i - 1].max_rows))
       throw std::invalid_argument("arena layouts do not fit the buffers");
     arena_bytes_ = std::max(arena_bytes_, layouts_[i].arena_bytes);
   }
@@ -107,18 +112,22 @@ void Executor::add(const NodeSpec& spec) {
 
 void Executor::step(const int64_t* ids, int64_t rows, int64_t position, bool decode, int64_t logit_rows,
                     float* logits) {
-  if (rows < 1 || rows > max_rows()) throw std::out_of_range("a step takes 1 to " + std::to_string(max_rows()) + " tokens");
+  if (rows < 1 || rows > max_rows())
+    throw std::out_of_range("a step takes 1 to " + std::to_string(max_rows()) + " tokens");
   if (position < 0 || position + rows > options_.context)
     throw std::out_of_range("context full: " + std::to_string(position + rows) + " tokens in a context of " +
                             std::to_string(options_.context));
-  if (logit_rows < 1 || logit_rows > rows) throw std::out_of_range("logit rows must be between 1 and the step's rows");
+  if (logit_rows < 1 || logit_rows > rows)
+    throw std::out_of_range("logit rows must be between 1 and the step's rows");
   for (int64_t i = 0; i < rows; ++i)
     if (ids[i] < 0 || ids[i] >= options_.vocab)
       throw std::out_of_range("token id " + std::to_string(ids[i]) + " is not in the vocabulary of " +
                               std::to_string(options_.vocab));
-  const auto layout = std::find_if(layouts_.begin(), layouts_.end(), [&](const Layout& l) { return rows <= l.max_rows; });
-  const Step step{ids,    rows,   position,         logit_rows, decode, logits,
-                  arena_, layout->offsets.data(), table_,     &parallel_, options_.trivial};
+  const auto layout =
+      std::find_if(layouts_.begin(), layouts_.end(), [&](const Layout& l) { return rows <= l.max_rows; });
+  const Step step{ids,    rows,       position,        logit_rows,
+                  decode, logits,     arena_,          layout->offsets.data(),
+                  table_, &parallel_, options_.trivial};
   try {
     if (!profiling_) {
       for (const auto& node : nodes_) node->run(step);

@@ -69,9 +69,9 @@ struct Layout {
 struct Options {
   int64_t context = 0;
   int64_t vocab = 0;
-  int n_deferred = -1;    // -1: as each moe_submit node says; otherwise for all layers
+  int n_deferred = -1;  // -1: as each moe_submit node says; otherwise for all layers
   int n_skipped = 0;
-  bool trivial = false;   // heavy kernels do nothing: measures everything else
+  bool trivial = false;  // heavy kernels do nothing: measures everything else
 };
 
 // What nodes see of the step in progress.
@@ -114,7 +114,8 @@ class Executor {
   // Runs `rows` tokens at `position`; writes the last `logit_rows` rows of logits [logit_rows, vocab].
   // `decode` switches Expert Deferral on. Throws std::out_of_range for a full context or a bad id; any
   // exception leaves no expert work outstanding and the caches undefined from `position` on.
-  void step(const int64_t* ids, int64_t rows, int64_t position, bool decode, int64_t logit_rows, float* logits);
+  void step(const int64_t* ids, int64_t rows, int64_t position, bool decode, int64_t logit_rows,
+            float* logits);
 
   // Nanoseconds and calls per operator since the last reset; only filled while profiling is on.
   struct OpTime {

@@ -14,7 +14,8 @@ namespace ktc::graph {
 struct Experts {
   virtual ~Experts() = default;
   // x [rows][hidden], ids and weights [rows][k]. k may be less than the layer's top_k.
-  virtual int64_t submit(const float* x, int64_t rows, const int64_t* ids, const float* weights, int64_t k) = 0;
+  virtual int64_t submit(const float* x, int64_t rows, const int64_t* ids, const float* weights,
+                         int64_t k) = 0;
   // Waits, then writes out [rows][hidden]; rethrows what a worker threw.
   virtual void collect(int64_t ticket, float* out, int64_t rows) = 0;
   int64_t experts = 0, top_k = 0, hidden = 0;
@@ -29,11 +30,11 @@ struct Mailbox {
     explicit operator bool() const { return experts != nullptr; }
   };
   Ticket immediate;
-  Ticket deferred;  // of an earlier layer, due at the next collect
-  Ticket posted;    // deferred by the current layer, due one collect later
-  std::vector<int64_t> ids;     // slots sorted by weight, [rows][top_k]
+  Ticket deferred;           // of an earlier layer, due at the next collect
+  Ticket posted;             // deferred by the current layer, due one collect later
+  std::vector<int64_t> ids;  // slots sorted by weight, [rows][top_k]
   std::vector<float> weights;
-  std::vector<float> scratch;   // [hidden]: a deferred row
+  std::vector<float> scratch;  // [hidden]: a deferred row
 
   // Collects and drops whatever is outstanding; never throws.
   void drain() noexcept;
@@ -46,12 +47,12 @@ struct DenseExpertsSpec {
   int64_t experts, top_k, hidden, intermediate, max_rows;
   Activation activation;
   float alpha, limit;
-  const void* gate_up;         // [E][2I][H], or [E][H][2I] when transposed
-  const void* down;            // [E][H][I], or [E][I][H]
+  const void* gate_up;  // [E][2I][H], or [E][H][2I] when transposed
+  const void* down;     // [E][H][I], or [E][I][H]
   ops::DType dtype;
   bool transposed, interleaved;
-  const float* gate_up_bias;   // [E][2I] or null
-  const float* down_bias;      // [E][H] or null
+  const float* gate_up_bias;  // [E][2I] or null
+  const float* down_bias;     // [E][H] or null
 };
 // Scratch and result rows that the layers of one model share.
 struct DenseScratch {

@@ -18,7 +18,9 @@ class DenseExperts final : public Experts {
     top_k = s.top_k;
     hidden = s.hidden;
     DenseScratch& d = *scratch_;
-    const auto grow = [](std::vector<float>& v, int64_t n) { v.resize(std::max(v.size(), static_cast<size_t>(n))); };
+    const auto grow = [](std::vector<float>& v, int64_t n) {
+      v.resize(std::max(v.size(), static_cast<size_t>(n)));
+    };
     grow(d.x, s.max_rows * s.hidden);
     grow(d.y, s.max_rows * s.hidden);
     grow(d.gate_up, s.max_rows * 2 * s.intermediate);
@@ -66,8 +68,8 @@ class DenseExperts final : public Experts {
 
  private:
   // y [rows][n] = x [rows][k] times expert e's matrix, [n][k] or transposed [k][n].
-  void product(const float* x, int64_t rows, int64_t k, const void* base, int64_t e, int64_t n, const float* bias,
-               float* y) {
+  void product(const float* x, int64_t rows, int64_t k, const void* base, int64_t e, int64_t n,
+               const float* bias, float* y) {
     const float* const b = bias ? bias + e * n : nullptr;
     const ops::Matrix w{base, s_.dtype, s_.transposed ? n : k};
     const ops::Matrix mine = w.rows(e * (s_.transposed ? k : n));

@@ -22,8 +22,10 @@ int output(const NodeSpec& s, size_t i = 0) {
 int64_t integer(const NodeSpec& s, const char* key) { return static_cast<int64_t>(s.param(key)); }
 
 // Rows of y = x W^T + b, cut by columns of y: every thread streams its own rows of W.
-void dense(const Step& st, const float* x, int64_t rows, int64_t k, Matrix w, int64_t n, const float* bias, float* y) {
-  const int64_t work = rows * k, grain = std::max<int64_t>(32, ((1 << 16) / std::max<int64_t>(work, 1)) / 32 * 32);
+void dense(const Step& st, const float* x, int64_t rows, int64_t k, Matrix w, int64_t n, const float* bias,
+           float* y) {
+  const int64_t work = rows * k,
+                grain = std::max<int64_t>(32, ((1 << 16) / std::max<int64_t>(work, 1)) / 32 * 32);
   ops::parallel_range(*st.parallel, (n + 31) / 32, grain / 32, [&](int64_t lo, int64_t hi, int) {
     const int64_t begin = lo * 32, end = std::min(n, hi * 32);
     st.table->gemm_nt(x, k, rows, w.rows(begin), end - begin, k, bias ? bias + begin : nullptr, y + begin, n);
@@ -47,8 +49,11 @@ class Embed final : public Node {
 class RopeTable final : public Node {
  public:
   explicit RopeTable(const NodeSpec& s)
-      : cos_(output(s, 0)), sin_(output(s, 1)), half_(s.need("inv_freq").cols),
-        freq_(s.need("inv_freq").f32("inv_freq")), scaling_(static_cast<float>(s.param("scaling", 1.0))) {}
+      : cos_(output(s, 0)),
+        sin_(output(s, 1)),
+        half_(s.need("inv_freq").cols),
+        freq_(s.need("inv_freq").f32("inv_freq")),
+        scaling_(static_cast<float>(s.param("scaling", 1.0))) {}
   void run(const Step& st) override {
     float* const c = st.at(cos_);
     float* const n = st.at(sin_);
@@ -68,14 +73,28 @@ class RopeTable final : public Node {
 class RmsNorm final : public Node {
  public:
   RmsNorm(const NodeSpec& s, Rows rows)
-      : rows_(rows), x_(input(s, 0)), a_(s.inputs.size() > 1 ? s.inputs[1] : -1),
-        b_(s.inputs.size() > 2 ? s.inputs[2] : -1), y_(output(s, 0)), sum_(a_ >= 0 ? output(s, 1) : -1),
-        weight_(s.need("weight").f32("norm weight")), cols_(integer(s, "cols")),
-        groups_(static_cast<int64_t>(s.param("groups", 1))), eps_(static_cast<float>(s.param("eps"))),
+      : rows_(rows),
+        x_(input(s, 0)),
+        a_(s.inputs.size() > 1 ? s.inputs[1] : -1),
+        b_(s.inputs.size() > 2 ? s.inputs[2] : -1),
+        y_(output(s, 0)),
+        sum_(a_ >= 0 ? output(s, 1) : -1),
+        weight_(s.need("weight").f32("norm weight")),
+        cols_(integer(s, "cols")),
+        groups_(static_cast<int64_t>(s.param("groups", 1))),
+        eps_(static_cast<float>(s.param("eps"))),
         scale_(static_cast<float>(s.param("scale", 1.0))) {}
   void run(const Step& st) override {
-    const ops::NormArgs args{st.at(x_), a_ >= 0 ? st.at(a_) : nullptr, b_ >= 0 ? st.at(b_) : nullptr,
-                             sum_ >= 0 ? st.at(sum_) : nullptr, scale_, weight_, eps_, cols_, groups_, st.at(y_)};
+    const ops::NormArgs args{st.at(x_),
+                             a_ >= 0 ? st.at(a_) : nullptr,
+                             b_ >= 0 ? st.at(b_) : nullptr,
+                             sum_ >= 0 ? st.at(sum_) : nullptr,
+                             scale_,
+                             weight_,
+                             eps_,
+                             cols_,
+                             groups_,
+                             st.at(y_)};
     const int64_t grain = std::max<int64_t>(1, (1 << 15) / (cols_ * groups_));
     ops::parallel_range(*st.parallel, st.rows_of(rows_), grain,
                         [&](int64_t lo, int64_t hi, int) { st.table->norm(args, lo, hi); });
@@ -92,7 +111,12 @@ class RmsNorm final : public Node {
 class Linear final : public Node {
  public:
   Linear(const NodeSpec& s, Rows rows)
-      : rows_(rows), x_(input(s, 0)), y_(output(s)), n_(integer(s, "n")), k_(integer(s, "k")), packed_(s.linear) {
+      : rows_(rows),
+        x_(input(s, 0)),
+        y_(output(s)),
+        n_(integer(s, "n")),
+        k_(integer(s, "k")),
+        packed_(s.linear) {
     if (packed_) return;
     weight_ = s.need("weight").matrix();
     if (const WeightRef* b = s.weight("bias")) bias_ = b->f32("bias");
@@ -100,8 +124,10 @@ class Linear final : public Node {
   void run(const Step& st) override {
     if (st.trivial) return;
     const int64_t rows = st.rows_of(rows_);
-    if (packed_) packed_->forward(st.at(x_), k_, rows, st.at(y_), n_);
-    else dense(st, st.at(x_), rows, k_, weight_, n_, bias_, st.at(y_));
+    if (packed_)
+      packed_->forward(st.at(x_), k_, rows, st.at(y_), n_);
+    else
+      dense(st, st.at(x_), rows, k_, weight_, n_, bias_, st.at(y_));
   }
 
  private:
@@ -115,7 +141,8 @@ class Linear final : public Node {
 
 class SiluMul final : public Node {
  public:
-  explicit SiluMul(const NodeSpec& s) : gate_(input(s, 0)), up_(input(s, 1)), y_(output(s)), cols_(integer(s, "cols")) {}
+  explicit SiluMul(const NodeSpec& s)
+      : gate_(input(s, 0)), up_(input(s, 1)), y_(output(s)), cols_(integer(s, "cols")) {}
   void run(const Step& st) override {
     const float* const g = st.at(gate_);
     const float* const u = st.at(up_);
@@ -134,7 +161,8 @@ class SiluMul final : public Node {
 // y = sigmoid(g) * x, g one number a row.
 class SigmoidMul final : public Node {
  public:
-  explicit SigmoidMul(const NodeSpec& s) : g_(input(s, 0)), x_(input(s, 1)), y_(output(s)), cols_(integer(s, "cols")) {}
+  explicit SigmoidMul(const NodeSpec& s)
+      : g_(input(s, 0)), x_(input(s, 1)), y_(output(s)), cols_(integer(s, "cols")) {}
   void run(const Step& st) override {
     st.table->sigmoid_mul(st.at(g_), st.at(x_), cols_, 0, st.rows, st.at(y_));
   }
@@ -162,7 +190,10 @@ class LastRows final : public Node {
 class Scale final : public Node {
  public:
   Scale(const NodeSpec& s, Rows rows)
-      : rows_(rows), x_(input(s, 0)), y_(output(s)), cols_(integer(s, "cols")),
+      : rows_(rows),
+        x_(input(s, 0)),
+        y_(output(s)),
+        cols_(integer(s, "cols")),
         divisor_(static_cast<float>(s.param("divisor", 1.0))) {}
   void run(const Step& st) override {
     const float* const x = st.at(x_);
@@ -181,13 +212,24 @@ class Scale final : public Node {
 class Gqa final : public Node {
  public:
   Gqa(const NodeSpec& s, Executor& e)
-      : q_(input(s, 0)), k_(input(s, 1)), v_(input(s, 2)), cos_(input(s, 3)), sin_(input(s, 4)), out_(output(s, 0)),
-        scratch_(output(s, 1)), k_cache_(e.state(s.states.at(0))), v_cache_(e.state(s.states.at(1))),
+      : q_(input(s, 0)),
+        k_(input(s, 1)),
+        v_(input(s, 2)),
+        cos_(input(s, 3)),
+        sin_(input(s, 4)),
+        out_(output(s, 0)),
+        scratch_(output(s, 1)),
+        k_cache_(e.state(s.states.at(0))),
+        v_cache_(e.state(s.states.at(1))),
         context_(e.options().context) {
-    shape_ = {integer(s, "heads"),    integer(s, "kv_heads"),
-              integer(s, "head_dim"), integer(s, "rotary_half"),
-              integer(s, "window"),   static_cast<ops::Rope>(integer(s, "rope")),
-              static_cast<float>(s.param("scale")), static_cast<float>(s.param("norm_eps", 0.0)),
+    shape_ = {integer(s, "heads"),
+              integer(s, "kv_heads"),
+              integer(s, "head_dim"),
+              integer(s, "rotary_half"),
+              integer(s, "window"),
+              static_cast<ops::Rope>(integer(s, "rope")),
+              static_cast<float>(s.param("scale")),
+              static_cast<float>(s.param("norm_eps", 0.0)),
               static_cast<float>(s.param("clip", 0.0))};
     const auto optional = [&](const char* key) {
       const WeightRef* w = s.weight(key);
@@ -196,13 +238,14 @@ class Gqa final : public Node {
     q_norm_ = optional("q_norm");
     k_norm_ = optional("k_norm");
     sinks_ = optional("sinks");
-    if (shape_.rotary_half > ops::kMaxRopeHalf) throw std::invalid_argument(s.name + ": rotary dimension too large");
+    if (shape_.rotary_half > ops::kMaxRopeHalf)
+      throw std::invalid_argument(s.name + ": rotary dimension too large");
   }
   void run(const Step& st) override {
     if (st.trivial) return;
     ops::gqa(*st.table, *st.parallel, shape_,
-             {st.at(q_), st.at(k_), st.at(v_), st.at(cos_), st.at(sin_), q_norm_, k_norm_, sinks_, k_cache_, v_cache_,
-              context_, st.position, st.rows, st.at(out_), st.at(scratch_)});
+             {st.at(q_), st.at(k_), st.at(v_), st.at(cos_), st.at(sin_), q_norm_, k_norm_, sinks_, k_cache_,
+              v_cache_, context_, st.position, st.rows, st.at(out_), st.at(scratch_)});
   }
 
  private:
@@ -217,13 +260,25 @@ class Gqa final : public Node {
 class Mla final : public Node {
  public:
   Mla(const NodeSpec& s, Executor& e)
-      : q_(input(s, 0)), kv_(input(s, 1)), cos_(input(s, 2)), sin_(input(s, 3)), out_(output(s, 0)),
-        scratch_(output(s, 1)), cache_(e.state(s.states.at(0))), kv_norm_(s.need("kv_norm").f32("kv_norm")),
+      : q_(input(s, 0)),
+        kv_(input(s, 1)),
+        cos_(input(s, 2)),
+        sin_(input(s, 3)),
+        out_(output(s, 0)),
+        scratch_(output(s, 1)),
+        cache_(e.state(s.states.at(0))),
+        kv_norm_(s.need("kv_norm").f32("kv_norm")),
         kv_b_(s.need("kv_b").matrix()) {
-    shape_ = {integer(s, "heads"), integer(s, "nope"),  integer(s, "rope_dim"),
-              integer(s, "v_dim"), integer(s, "rank"),  static_cast<ops::Rope>(integer(s, "rope")),
-              static_cast<float>(s.param("scale")), static_cast<float>(s.param("norm_eps"))};
-    if (shape_.rope_dim / 2 > ops::kMaxRopeHalf) throw std::invalid_argument(s.name + ": rotary dimension too large");
+    shape_ = {integer(s, "heads"),
+              integer(s, "nope"),
+              integer(s, "rope_dim"),
+              integer(s, "v_dim"),
+              integer(s, "rank"),
+              static_cast<ops::Rope>(integer(s, "rope")),
+              static_cast<float>(s.param("scale")),
+              static_cast<float>(s.param("norm_eps"))};
+    if (shape_.rope_dim / 2 > ops::kMaxRopeHalf)
+      throw std::invalid_argument(s.name + ": rotary dimension too large");
   }
   void run(const Step& st) override {
     if (st.trivial) return;
@@ -244,8 +299,13 @@ class Mla final : public Node {
 class Router final : public Node {
  public:
   explicit Router(const NodeSpec& s)
-      : x_(input(s, 0)), weights_(output(s, 0)), ids_(output(s, 1)), logits_(output(s, 2)), choice_(output(s, 3)),
-        matrix_(s.need("weight").matrix()), hidden_(integer(s, "hidden")) {
+      : x_(input(s, 0)),
+        weights_(output(s, 0)),
+        ids_(output(s, 1)),
+        logits_(output(s, 2)),
+        choice_(output(s, 3)),
+        matrix_(s.need("weight").matrix()),
+        hidden_(integer(s, "hidden")) {
     if (const WeightRef* b = s.weight("bias")) bias_ = b->f32("router bias");
     const WeightRef* choice = s.weight("choice_bias");
     args_ = {static_cast<ops::Score>(integer(s, "score")),

@@ -29,7 +29,11 @@ void sort_slots(const int64_t* ids, const float* weights, int64_t k, int64_t* ou
 class Submit final : public Node {
  public:
   Submit(const NodeSpec& s, Executor& e)
-      : x_(s.inputs.at(0)), weights_(s.inputs.at(1)), ids_(s.inputs.at(2)), experts_(s.experts), mail_(e.mailbox()) {
+      : x_(s.inputs.at(0)),
+        weights_(s.inputs.at(1)),
+        ids_(s.inputs.at(2)),
+        experts_(s.experts),
+        mail_(e.mailbox()) {
     if (!experts_) throw std::invalid_argument("moe_submit node '" + s.name + "' has no experts");
     const bool last = s.param("last", 0) != 0;
     const int planned = static_cast<int>(s.param("n_deferred", 0));
@@ -40,7 +44,8 @@ class Submit final : public Node {
       throw std::invalid_argument("cannot defer " + std::to_string(deferred_) + " of " + std::to_string(k) +
                                   " experts: at least 2 stay immediate, and skipping excludes deferring");
     if (skipped_ < 0 || skipped_ >= k)
-      throw std::invalid_argument("cannot skip " + std::to_string(skipped_) + " of " + std::to_string(k) + " experts");
+      throw std::invalid_argument("cannot skip " + std::to_string(skipped_) + " of " + std::to_string(k) +
+                                  " experts");
     const auto slots = static_cast<size_t>(e.max_rows() * k);
     mail_.ids.resize(std::max(mail_.ids.size(), slots));
     mail_.weights.resize(std::max(mail_.weights.size(), slots));
@@ -72,8 +77,9 @@ class Submit final : public Node {
     }
     mail_.immediate = {experts_.get(), experts_->submit(x, st.rows, all_ids, all_weights, now), st.rows};
     if (later > 0)
-      mail_.posted = {experts_.get(),
-                      experts_->submit(x, st.rows, all_ids + st.rows * now, all_weights + st.rows * now, later), st.rows};
+      mail_.posted = {
+          experts_.get(),
+          experts_->submit(x, st.rows, all_ids + st.rows * now, all_weights + st.rows * now, later), st.rows};
   }
 
   static constexpr int64_t kMaxTopK = 256;
@@ -87,8 +93,8 @@ class Submit final : public Node {
 
 class Collect final : public Node {
  public:
-  Collect(const NodeSpec& s, Executor& e) : y_(s.outputs.at(0)), hidden_(static_cast<int64_t>(s.param("hidden"))),
-                                            mail_(e.mailbox()) {}
+  Collect(const NodeSpec& s, Executor& e)
+      : y_(s.outputs.at(0)), hidden_(static_cast<int64_t>(s.param("hidden"))), mail_(e.mailbox()) {}
   void run(const Step& st) override {
     if (st.trivial) return;
     float* const y = st.at(y_);
@@ -132,6 +138,8 @@ std::unique_ptr<Node> make_moe_submit(const NodeSpec& s, Executor& e) {
     throw std::invalid_argument(s.name + ": top_k above " + std::to_string(Submit::kMaxTopK));
   return std::make_unique<Submit>(s, e);
 }
-std::unique_ptr<Node> make_moe_collect(const NodeSpec& s, Executor& e) { return std::make_unique<Collect>(s, e); }
+std::unique_ptr<Node> make_moe_collect(const NodeSpec& s, Executor& e) {
+  return std::make_unique<Collect>(s, e);
+}
 
 }  // namespace ktc::graph

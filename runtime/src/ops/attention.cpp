@@ -7,8 +7,8 @@ namespace ktc::ops {
 
 namespace {
 
-constexpr int64_t kMaxTasks = 64;      // of a call whose keys are split
-constexpr int64_t kMlaPairs = 2048;    // query rows x heads of MLA alive at a time
+constexpr int64_t kMaxTasks = 64;    // of a call whose keys are split
+constexpr int64_t kMlaPairs = 2048;  // query rows x heads of MLA alive at a time
 constexpr int64_t kSerialWork = 1 << 15;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -24,7 +24,8 @@ int64_t attention_scratch(int threads, int64_t dv) {
 void attention(const Table& table, const Parallel& parallel, const AttentionCall& c) {
   const int64_t pairs = c.rows * c.group, tiles = ceil_div(pairs, kPairTile), base = c.kv_heads * tiles;
   const int64_t end = c.position + c.rows;
-  const int64_t begin = c.window > 0 ? std::max<int64_t>(0, c.position - c.window + 1) / kKeyBlock * kKeyBlock : 0;
+  const int64_t begin =
+      c.window > 0 ? std::max<int64_t>(0, c.position - c.window + 1) / kKeyBlock * kKeyBlock : 0;
   const int64_t blocks = ceil_div(end - begin, kKeyBlock);
   // Few tiles (decode): split the keys. base * splits <= base + kMaxTasks / 2 <= kMaxTasks.
   int64_t splits = base >= kMaxTasks / 2 ? 1 : std::min(ceil_div(blocks, 4), kMaxTasks / 2 / base);
@@ -75,15 +76,16 @@ void attention(const Table& table, const Parallel& parallel, const AttentionCall
     }
   });
   if (splits == 1) return;
-  parallel_range(parallel, c.kv_heads * pairs, serial ? c.kv_heads * pairs : 4, [&](int64_t lo, int64_t hi, int) {
-    for (int64_t i = lo; i < hi; ++i) {
-      const int64_t head = i / pairs, pair = i % pairs, tile = pair / kPairTile, p = pair % kPairTile;
-      const float* const slot = c.scratch + (head * tiles + tile) * splits * slot_floats;
-      const float* const m = slot + kPairTile * c.dv + p;
-      float* const out = c.out + pair / c.group * c.ld_out + (head * c.group + pair % c.group) * c.dv;
-      table.merge(m, m + kPairTile, slot + p * c.dv, splits, slot_floats, slot_floats, c.dv, out);
-    }
-  });
+  parallel_range(
+      parallel, c.kv_heads * pairs, serial ? c.kv_heads * pairs : 4, [&](int64_t lo, int64_t hi, int) {
+        for (int64_t i = lo; i < hi; ++i) {
+          const int64_t head = i / pairs, pair = i % pairs, tile = pair / kPairTile, p = pair % kPairTile;
+          const float* const slot = c.scratch + (head * tiles + tile) * splits * slot_floats;
+          const float* const m = slot + kPairTile * c.dv + p;
+          float* const out = c.out + pair / c.group * c.ld_out + (head * c.group + pair % c.group) * c.dv;
+          table.merge(m, m + kPairTile, slot + p * c.dv, splits, slot_floats, slot_floats, c.dv, out);
+        }
+      });
 }
 
 int64_t gqa_scratch(const GqaShape& s, int threads, int64_t max_rows) {
@@ -120,8 +122,8 @@ void gqa(const Table& table, const Parallel& parallel, const GqaShape& s, const 
     }
   });
   attention(table, parallel,
-            {q, s.kv_heads, group, c.rows, d, d, c.k_cache, c.v_cache, d, d, c.context * d, c.context * d, c.position,
-             s.window, s.scale, c.sinks, c.out, s.heads * d, c.scratch});
+            {q, s.kv_heads, group, c.rows, d, d, c.k_cache, c.v_cache, d, d, c.context * d, c.context * d,
+             c.position, s.window, s.scale, c.sinks, c.out, s.heads * d, c.scratch});
 }
 
 int64_t mla_scratch(const MlaShape& s, int threads, int64_t max_rows) {
@@ -131,14 +133,15 @@ int64_t mla_scratch(const MlaShape& s, int threads, int64_t max_rows) {
 
 void mla(const Table& table, const Parallel& parallel, const MlaShape& s, const MlaCall& c) {
   const int64_t width = s.rank + s.rope_dim, half = s.rope_dim / 2, q_dim = s.nope + s.rope_dim;
-  parallel_range(parallel, c.rows, std::max<int64_t>(1, kSerialWork / width), [&](int64_t lo, int64_t hi, int) {
-    for (int64_t t = lo; t < hi; ++t) {
-      const float* const kv = c.kv + t * width;
-      float* const row = c.cache + (c.position + t) * width;
-      table.norm({kv, nullptr, nullptr, nullptr, 1.0f, c.kv_norm, s.norm_eps, s.rank, 1, row}, 0, 1);
-      table.rope(kv + s.rank, s.rope_dim, half, c.cos + t * half, c.sin + t * half, s.rope, row + s.rank);
-    }
-  });
+  parallel_range(
+      parallel, c.rows, std::max<int64_t>(1, kSerialWork / width), [&](int64_t lo, int64_t hi, int) {
+        for (int64_t t = lo; t < hi; ++t) {
+          const float* const kv = c.kv + t * width;
+          float* const row = c.cache + (c.position + t) * width;
+          table.norm({kv, nullptr, nullptr, nullptr, 1.0f, c.kv_norm, s.norm_eps, s.rank, 1, row}, 0, 1);
+          table.rope(kv + s.rank, s.rope_dim, half, c.cos + t * half, c.sin + t * half, s.rope, row + s.rank);
+        }
+      });
   const int64_t step = std::max<int64_t>(1, kMlaPairs / s.heads);
   float* const q = c.scratch + attention_scratch(parallel.threads, s.rank);
   float* const latent = q + std::min(c.rows, step) * s.heads * width;
@@ -155,11 +158,11 @@ void mla(const Table& table, const Parallel& parallel, const MlaShape& s, const 
                    c.sin + (begin + t) * half, s.rope, y + t * s.heads * width + s.rank);
     });
     attention(table, parallel,
-              {q, 1, s.heads, rows, width, s.rank, c.cache, c.cache, width, width, 0, 0, c.position + begin, 0, s.scale,
-               nullptr, latent, s.heads * s.rank, c.scratch});
+              {q, 1, s.heads, rows, width, s.rank, c.cache, c.cache, width, width, 0, 0, c.position + begin,
+               0, s.scale, nullptr, latent, s.heads * s.rank, c.scratch});
     parallel_for(parallel, s.heads, serial, [&](int64_t h, int) {
-      table.gemm_nt(latent + h * s.rank, s.heads * s.rank, rows, c.kv_b.rows(h * (s.nope + s.v_dim) + s.nope), s.v_dim,
-                    s.rank, nullptr, c.out + (begin * s.heads + h) * s.v_dim, s.heads * s.v_dim);
+      table.gemm_nt(latent + h * s.rank, s.heads * s.rank, rows, c.kv_b.rows(h * (s.nope + s.v_dim) + s.nope),
+                    s.v_dim, s.rank, nullptr, c.out + (begin * s.heads + h) * s.v_dim, s.heads * s.v_dim);
     });
   }
 }

@@ -20,10 +20,10 @@ struct AttentionCall {
   int64_t ld_k, ld_v, head_stride_k, head_stride_v;
   int64_t position, window;  // window 0 = none
   float scale;
-  const float* sinks;        // [kv_heads * group], or null
-  float* out;                // row t, head h at out + t * ld_out + h * dv
+  const float* sinks;  // [kv_heads * group], or null
+  float* out;          // row t, head h at out + t * ld_out + h * dv
   int64_t ld_out;
-  float* scratch;            // attention_scratch floats
+  float* scratch;  // attention_scratch floats
 };
 int64_t attention_scratch(int threads, int64_t dv);
 void attention(const Table& table, const Parallel& parallel, const AttentionCall& call);
@@ -35,18 +35,18 @@ struct GqaShape {
   float scale, norm_eps, clip;  // clip 0 = none (olmoe's clip_qkv)
 };
 struct GqaCall {
-  const float* q;               // [T][heads * head_dim]
-  const float* k;               // [T][kv_heads * head_dim]
+  const float* q;  // [T][heads * head_dim]
+  const float* k;  // [T][kv_heads * head_dim]
   const float* v;
-  const float* cos;             // [T][rotary_half]
+  const float* cos;  // [T][rotary_half]
   const float* sin;
-  const float* q_norm;          // [head_dim] or null
+  const float* q_norm;  // [head_dim] or null
   const float* k_norm;
   const float* sinks;
-  float* k_cache;               // [kv_heads][context][head_dim]
+  float* k_cache;  // [kv_heads][context][head_dim]
   float* v_cache;
   int64_t context, position, rows;
-  float* out;                   // [T][heads * head_dim]
+  float* out;  // [T][heads * head_dim]
   float* scratch;
 };
 int64_t gqa_scratch(const GqaShape& shape, int threads, int64_t max_rows);
@@ -59,15 +59,15 @@ struct MlaShape {
   float scale, norm_eps;
 };
 struct MlaCall {
-  const float* q;               // [T][heads * (nope + rope_dim)]
-  const float* kv;              // [T][rank + rope_dim], as kv_a_proj_with_mqa gives it
-  const float* cos;             // [T][rope_dim / 2]
+  const float* q;    // [T][heads * (nope + rope_dim)]
+  const float* kv;   // [T][rank + rope_dim], as kv_a_proj_with_mqa gives it
+  const float* cos;  // [T][rope_dim / 2]
   const float* sin;
-  const float* kv_norm;         // [rank]
-  Matrix kv_b;                  // [heads * (nope + v_dim)][rank]
-  float* cache;                 // [context][rank + rope_dim]
+  const float* kv_norm;  // [rank]
+  Matrix kv_b;           // [heads * (nope + v_dim)][rank]
+  float* cache;          // [context][rank + rope_dim]
   int64_t position, rows;
-  float* out;                   // [T][heads * v_dim]
+  float* out;  // [T][heads * v_dim]
   float* scratch;
 };
 int64_t mla_scratch(const MlaShape& shape, int threads, int64_t max_rows);

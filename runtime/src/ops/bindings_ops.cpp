@@ -56,31 +56,40 @@ void bind_ops(py::module_& parent) {
     if (t == nullptr) throw std::invalid_argument("KTC_OPS_ISA names operators that this machine cannot run");
     return std::string(t->name);
   });
-  m.def("gemm_nt", [](const std::string& isa, Ptr x, int64_t t, Ptr w, const std::string& type, int64_t n, int64_t k,
-                      Ptr bias, Ptr y) {
-    table(isa).gemm_nt(f(x), k, t, matrix(w, type, k), n, k, f(bias), f(y), n);
-  });
-  m.def("gemm_nn", [](const std::string& isa, Ptr x, int64_t t, Ptr w, const std::string& type, int64_t k, int64_t n,
-                      bool accumulate, Ptr y) {
+  m.def("gemm_nt",
+        [](const std::string& isa, Ptr x, int64_t t, Ptr w, const std::string& type, int64_t n, int64_t k,
+           Ptr bias, Ptr y) { table(isa).gemm_nt(f(x), k, t, matrix(w, type, k), n, k, f(bias), f(y), n); });
+  m.def("gemm_nn", [](const std::string& isa, Ptr x, int64_t t, Ptr w, const std::string& type, int64_t k,
+                      int64_t n, bool accumulate, Ptr y) {
     table(isa).gemm_nn(f(x), k, t, matrix(w, type, n), k, n, accumulate, f(y), n);
   });
-  m.def("norm", [](const std::string& isa, Ptr x, Ptr a, Ptr b, Ptr sum, float scale, Ptr w, float eps, int64_t cols,
-                   int64_t groups, int64_t rows, Ptr y) {
+  m.def("norm", [](const std::string& isa, Ptr x, Ptr a, Ptr b, Ptr sum, float scale, Ptr w, float eps,
+                   int64_t cols, int64_t groups, int64_t rows, Ptr y) {
     table(isa).norm({f(x), f(a), f(b), f(sum), scale, f(w), eps, cols, groups, f(y)}, 0, rows);
   });
-  m.def("embed", [](const std::string& isa, Ptr ids, int64_t rows, Ptr w, const std::string& type, int64_t cols,
-                    float scale, Ptr y) { table(isa).embed(i(ids), 0, rows, matrix(w, type, cols), cols, scale, f(y)); });
-  m.def("rope_table", [](const std::string& isa, Ptr freq, int64_t half, float scaling, int64_t position, int64_t rows,
-                         Ptr c, Ptr s) { table(isa).rope_table(f(freq), half, scaling, position, 0, rows, f(c), f(s)); });
+  m.def("embed", [](const std::string& isa, Ptr ids, int64_t rows, Ptr w, const std::string& type,
+                    int64_t cols, float scale,
+                    Ptr y) { table(isa).embed(i(ids), 0, rows, matrix(w, type, cols), cols, scale, f(y)); });
+  m.def("rope_table",
+        [](const std::string& isa, Ptr freq, int64_t half, float scaling, int64_t position, int64_t rows,
+           Ptr c, Ptr s) { table(isa).rope_table(f(freq), half, scaling, position, 0, rows, f(c), f(s)); });
   m.def("rope", [](const std::string& isa, Ptr x, int64_t dim, int64_t half, Ptr c, Ptr s, int style, Ptr y) {
     table(isa).rope(f(x), dim, half, f(c), f(s), static_cast<ops::Rope>(style), f(y));
   });
-  m.def("router", [](const std::string& isa, Ptr logits, int64_t rows, int score, int group_score, int experts,
-                     int top_k, int n_group, int topk_group, Ptr choice_bias, bool renormalise, float eps, float scale,
-                     Ptr weights, Ptr ids) {
+  m.def("router", [](const std::string& isa, Ptr logits, int64_t rows, int score, int group_score,
+                     int experts, int top_k, int n_group, int topk_group, Ptr choice_bias, bool renormalise,
+                     float eps, float scale, Ptr weights, Ptr ids) {
     std::vector<float> scratch(static_cast<size_t>(ops::router_scratch(experts, n_group)));
-    const ops::RouterArgs args{static_cast<ops::Score>(score), static_cast<ops::GroupScore>(group_score), experts,
-                               top_k, n_group, topk_group, f(choice_bias), renormalise, eps, scale};
+    const ops::RouterArgs args{static_cast<ops::Score>(score),
+                               static_cast<ops::GroupScore>(group_score),
+                               experts,
+                               top_k,
+                               n_group,
+                               topk_group,
+                               f(choice_bias),
+                               renormalise,
+                               eps,
+                               scale};
     table(isa).router(args, f(logits), 0, rows, scratch.data(), f(weights), i(ids));
   });
   m.def("silu_mul", [](const std::string& isa, Ptr g, Ptr u, int64_t n, Ptr y) {
@@ -91,38 +100,40 @@ void bind_ops(py::module_& parent) {
   });
   m.def(
       "gqa",
-      [](const std::string& isa, Pool* pool, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t rotary_half,
-         int64_t window, int rope, float scale, float norm_eps, float clip, Ptr q, Ptr k, Ptr v, Ptr cos, Ptr sin,
-         Ptr q_norm, Ptr k_norm, Ptr sinks, Ptr k_cache, Ptr v_cache, int64_t context, int64_t position, int64_t rows,
-         Ptr out) {
+      [](const std::string& isa, Pool* pool, int64_t heads, int64_t kv_heads, int64_t head_dim,
+         int64_t rotary_half, int64_t window, int rope, float scale, float norm_eps, float clip, Ptr q, Ptr k,
+         Ptr v, Ptr cos, Ptr sin, Ptr q_norm, Ptr k_norm, Ptr sinks, Ptr k_cache, Ptr v_cache,
+         int64_t context, int64_t position, int64_t rows, Ptr out) {
         const ops::Parallel p = parallel(pool);
-        const ops::GqaShape shape{heads, kv_heads, head_dim, rotary_half, window, static_cast<ops::Rope>(rope),
-                                  scale, norm_eps, clip};
+        const ops::GqaShape shape{heads,       kv_heads, head_dim,
+                                  rotary_half, window,   static_cast<ops::Rope>(rope),
+                                  scale,       norm_eps, clip};
         std::vector<float> scratch(static_cast<size_t>(ops::gqa_scratch(shape, p.threads, rows)));
         py::gil_scoped_release release;
         ops::gqa(table(isa), p, shape,
-                 {f(q), f(k), f(v), f(cos), f(sin), f(q_norm), f(k_norm), f(sinks), f(k_cache), f(v_cache), context,
-                  position, rows, f(out), scratch.data()});
+                 {f(q), f(k), f(v), f(cos), f(sin), f(q_norm), f(k_norm), f(sinks), f(k_cache), f(v_cache),
+                  context, position, rows, f(out), scratch.data()});
       },
-      "isa"_a, "pool"_a.none(true), "heads"_a, "kv_heads"_a, "head_dim"_a, "rotary_half"_a, "window"_a, "rope"_a,
-      "scale"_a, "norm_eps"_a, "clip"_a, "q"_a, "k"_a, "v"_a, "cos"_a, "sin"_a, "q_norm"_a, "k_norm"_a, "sinks"_a,
-      "k_cache"_a, "v_cache"_a, "context"_a, "position"_a, "rows"_a, "out"_a);
+      "isa"_a, "pool"_a.none(true), "heads"_a, "kv_heads"_a, "head_dim"_a, "rotary_half"_a, "window"_a,
+      "rope"_a, "scale"_a, "norm_eps"_a, "clip"_a, "q"_a, "k"_a, "v"_a, "cos"_a, "sin"_a, "q_norm"_a,
+      "k_norm"_a, "sinks"_a, "k_cache"_a, "v_cache"_a, "context"_a, "position"_a, "rows"_a, "out"_a);
   m.def(
       "mla",
-      [](const std::string& isa, Pool* pool, int64_t heads, int64_t nope, int64_t rope_dim, int64_t v_dim, int64_t rank,
-         int rope, float scale, float norm_eps, Ptr q, Ptr kv, Ptr cos, Ptr sin, Ptr kv_norm, Ptr kv_b,
-         const std::string& kv_b_type, Ptr cache, int64_t position, int64_t rows, Ptr out) {
+      [](const std::string& isa, Pool* pool, int64_t heads, int64_t nope, int64_t rope_dim, int64_t v_dim,
+         int64_t rank, int rope, float scale, float norm_eps, Ptr q, Ptr kv, Ptr cos, Ptr sin, Ptr kv_norm,
+         Ptr kv_b, const std::string& kv_b_type, Ptr cache, int64_t position, int64_t rows, Ptr out) {
         const ops::Parallel p = parallel(pool);
-        const ops::MlaShape shape{heads, nope, rope_dim, v_dim, rank, static_cast<ops::Rope>(rope), scale, norm_eps};
+        const ops::MlaShape shape{heads, nope,    rope_dim, v_dim, rank, static_cast<ops::Rope>(rope),
+                                  scale, norm_eps};
         std::vector<float> scratch(static_cast<size_t>(ops::mla_scratch(shape, p.threads, rows)));
         py::gil_scoped_release release;
         ops::mla(table(isa), p, shape,
-                 {f(q), f(kv), f(cos), f(sin), f(kv_norm), matrix(kv_b, kv_b_type, rank), f(cache), position, rows,
-                  f(out), scratch.data()});
+                 {f(q), f(kv), f(cos), f(sin), f(kv_norm), matrix(kv_b, kv_b_type, rank), f(cache), position,
+                  rows, f(out), scratch.data()});
       },
-      "isa"_a, "pool"_a.none(true), "heads"_a, "nope"_a, "rope_dim"_a, "v_dim"_a, "rank"_a, "rope"_a, "scale"_a,
-      "norm_eps"_a, "q"_a, "kv"_a, "cos"_a, "sin"_a, "kv_norm"_a, "kv_b"_a, "kv_b_type"_a, "cache"_a, "position"_a,
-      "rows"_a, "out"_a);
+      "isa"_a, "pool"_a.none(true), "heads"_a, "nope"_a, "rope_dim"_a, "v_dim"_a, "rank"_a, "rope"_a,
+      "scale"_a, "norm_eps"_a, "q"_a, "kv"_a, "cos"_a, "sin"_a, "kv_norm"_a, "kv_b"_a, "kv_b_type"_a,
+      "cache"_a, "position"_a, "rows"_a, "out"_a);
 }
 
 }  // namespace ktc

@@ -41,9 +41,9 @@ struct NormArgs {
 };
 
 enum class Rope : int32_t {
-  kHalf = 0,            // pairs (i, i + d/2), in place
-  kInterleavedHalf = 1, // pairs (2i, 2i+1) in, [first | second] out (deepseek_v3)
-  kInterleaved = 2      // pairs (2i, 2i+1) in and out (deepseek_v2's complex form)
+  kHalf = 0,             // pairs (i, i + d/2), in place
+  kInterleavedHalf = 1,  // pairs (2i, 2i+1) in, [first | second] out (deepseek_v3)
+  kInterleaved = 2       // pairs (2i, 2i+1) in and out (deepseek_v2's complex form)
 };
 
 enum class Score : int32_t { kSoftmax = 0, kSigmoid = 1, kTopKSoftmax = 2 };
@@ -56,7 +56,7 @@ struct RouterArgs {
   int32_t experts, top_k, n_group, topk_group;
   const float* choice_bias;  // added to the score for the choice only, or null
   int32_t renormalise;
-  float renormalise_eps;     // added to the sum
+  float renormalise_eps;  // added to the sum
   float scale;
 };
 
@@ -64,17 +64,17 @@ struct RouterArgs {
 // Query pair p is row `first_pair + p`; its token is that / group and it sees keys up to
 // position + token, no further back than window (0 = no limit).
 struct AttendArgs {
-  const float* q;           // [pairs][dk], contiguous
-  const float* k;           // key rows of this KV head, stride ld_k
+  const float* q;  // [pairs][dk], contiguous
+  const float* k;  // key rows of this KV head, stride ld_k
   const float* v;
   int64_t ld_k, ld_v, dk, dv;
   int64_t pairs, first_pair, group, position, window;
   int64_t k_begin, k_end;
-  float scale;              // of the scores, > 0
-  float* m;                 // [pairs] running max, in and out (start: -inf, or the sink logit)
-  float* l;                 // [pairs] running sum (start: 0, or 1 with a sink)
-  float* acc;               // [pairs][dv] (start: 0)
-  float* scores;            // scratch [pairs][kKeyBlock]
+  float scale;    // of the scores, > 0
+  float* m;       // [pairs] running max, in and out (start: -inf, or the sink logit)
+  float* l;       // [pairs] running sum (start: 0, or 1 with a sink)
+  float* acc;     // [pairs][dv] (start: 0)
+  float* scores;  // scratch [pairs][kKeyBlock]
 };
 constexpr int64_t kMaxRopeHalf = 1024;  // checked when a program is built
 constexpr int64_t kKeyBlock = 64;
@@ -89,14 +89,16 @@ struct Table {
   void (*gemm_nn)(const float* x, int64_t ld_x, int64_t t, Matrix w, int64_t k, int64_t n, bool accumulate,
                   float* y, int64_t ld_y);
   void (*norm)(const NormArgs&, int64_t row_begin, int64_t row_end);
-  void (*embed)(const int64_t* ids, int64_t begin, int64_t end, Matrix table, int64_t cols, float scale, float* y);
+  void (*embed)(const int64_t* ids, int64_t begin, int64_t end, Matrix table, int64_t cols, float scale,
+                float* y);
   // cos, sin [rows][half] for positions position + row
   void (*rope_table)(const float* inv_freq, int64_t half, float scaling, int64_t position, int64_t begin,
                      int64_t end, float* cos, float* sin);
   // one vector: rotates the first 2 * half elements of x into y (may alias); copies the rest
-  void (*rope)(const float* x, int64_t dim, int64_t half, const float* cos, const float* sin, Rope style, float* y);
-  void (*router)(const RouterArgs&, const float* logits, int64_t begin, int64_t end, float* scratch, float* weights,
-                 int64_t* ids);
+  void (*rope)(const float* x, int64_t dim, int64_t half, const float* cos, const float* sin, Rope style,
+               float* y);
+  void (*router)(const RouterArgs&, const float* logits, int64_t begin, int64_t end, float* scratch,
+                 float* weights, int64_t* ids);
   void (*attend)(const AttendArgs&);
   void (*silu_mul)(const float* gate, const float* up, int64_t count, float* y);
   // y[t] = sigmoid(g[t]) * x[t]
@@ -105,8 +107,8 @@ struct Table {
   void (*axpby)(const float* a, float sa, const float* b, float sb, int64_t count, float* y);
   void (*clamp)(const float* x, float limit, int64_t count, float* y);
   // Merges split-context partials of one pair: parts x {m, l, acc[dv]} with strides -> out [dv]
-  void (*merge)(const float* m, const float* l, const float* acc, int64_t parts, int64_t stride_ml, int64_t stride_acc,
-                int64_t dv, float* out);
+  void (*merge)(const float* m, const float* l, const float* acc, int64_t parts, int64_t stride_ml,
+                int64_t stride_acc, int64_t dv, float* out);
 };
 
 // The best table for this host, or the one that KTC_OPS_ISA / `force` names ("baseline", "avx2",

@@ -7,7 +7,8 @@ namespace ktc::ops {
 
 struct Parallel {
   void* pool = nullptr;
-  // Runs fn(arg, task, thread) for every task in [0, tasks), thread in [0, threads); returns when all are done.
+  // Runs fn(arg, task, thread) for every task in [0, tasks), thread in [0, threads); returns when all are
+  // done.
   void (*run)(void* pool, int64_t tasks, void (*fn)(void*, int64_t, int), void* arg) = nullptr;
   int threads = 1;
 };
@@ -19,7 +20,8 @@ void parallel_for(const Parallel& p, int64_t tasks, bool serial, F&& f) {
     for (int64_t i = 0; i < tasks; ++i) f(i, 0);
     return;
   }
-  p.run(p.pool, tasks, [](void* arg, int64_t task, int thread) { (*static_cast<F*>(arg))(task, thread); }, &f);
+  p.run(
+      p.pool, tasks, [](void* arg, int64_t task, int thread) { (*static_cast<F*>(arg))(task, thread); }, &f);
 }
 
 // The same over a range cut into pieces of at least `grain`.

@@ -77,14 +77,14 @@ KTC_INLINE void store16_tail(float* x, const F16x& v, int64_t count) {
   store16(t, v);
   for (int64_t i = 0; i < count; ++i) x[i] = t[i];
 }
-#define KTC_BINARY(name, expr)                       \
+#define KTC_BINARY(name, expr)                         \
   KTC_INLINE F16x name(const F16x& a, const F16x& b) { \
-    F16x r;                                          \
-    for (int i = 0; i < kParts; ++i) {               \
-      const NativeF x = a.p[i], y = b.p[i];          \
-      r.p[i] = expr;                                 \
-    }                                                \
-    return r;                                        \
+    F16x r;                                            \
+    for (int i = 0; i < kParts; ++i) {                 \
+      const NativeF x = a.p[i], y = b.p[i];            \
+      r.p[i] = expr;                                   \
+    }                                                  \
+    return r;                                          \
   }
 KTC_BINARY(add, x + y)
 KTC_BINARY(sub, x - y)
@@ -126,7 +126,8 @@ KTC_INLINE NativeF fp16_to_native(const uint16_t* x) {
   const NativeF small = __builtin_convertvector((NativeI)mag, NativeF) * 0x1p-24f;
   const NativeU normal = (mag << 13) + (112u << 23), special = (mag << 13) + (224u << 23);
   const NativeU is_small = (NativeU)(mag < 0x400u), is_special = (NativeU)(mag >= 0x7c00u);
-  const NativeU bits = ((NativeU)small & is_small) | (special & is_special) | (normal & ~(is_small | is_special));
+  const NativeU bits =
+      ((NativeU)small & is_small) | (special & is_special) | (normal & ~(is_small | is_special));
   return (NativeF)(sign | bits);
 }
 

@@ -1,0 +1,178 @@
+"""Program + weights -> a native executor.
+
+`Weights` is the only thing an executor needs to know about where weights come from: a bundle
+(ktc/native/weights.py) or a Hugging Face model in memory (ktc/graph/oracle.py). The executor holds
+pointers: whoever keeps it must keep the `Weights` too (`GraphExecutor` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktc.errors import KtcError
+from ktc.graph.arena import ArenaLayout, plan_arena
+from ktc.graph.ir import Node, Program
+
+PREFILL_CHUNK = 512
+"""Rows of one prefill step: bounds every intermediate, whatever the prompt's length."""
+MIN_IMMEDIATE_EXPERTS = 2
+
+WeightRef = tuple[int, str, int, int]
+"""(address, "fp32" | "bf16" | "fp16", rows, columns); a vector has 1 row."""
+Callback = Callable[[int, int, int, int, int], None]
+"""(address of x, address of y, rows, columns, position), both f32."""
+
+MATRIX_ROLES = {"embed": {"weight"}, "linear": {"weight"}, "mla": {"kv_b"}, "router": {"weight"}}
+
+
+class Weights(Protocol):
+    """Where weights come from. Everything returned stays valid as long as this object lives."""
+
+    def matrix(self, name: str) -> WeightRef:
+        """A parameter in its stored data type."""
+
+    def vector(self, name: str) -> WeightRef:
+        """A parameter widened to fp32."""
+
+    def linear(self, node: Node) -> Any:
+        """The native packed linear of a `linear` node that has tiles."""
+
+    def experts(self, module: str, executor: Any, slots: Sequence[int]) -> Any:
+        """The routed experts of a MoE block, ready for calls with each of `slots` experts a token."""
+
+    def callback(self, module: str) -> Callback:
+        """Hugging Face's code of a module."""
+
+
+def check_deferral(program: Program, n_deferred: int | None, n_skipped: int) -> None:
+    """
+    Raises:
+        KtcError: fewer than 2 experts would stay immediate, or deferring and skipping at once.
+    """
+    for node in program.nodes:
+        if node.op != "moe_submit":
+            continue
+        top_k = int(node.params["top_k"])
+        deferred = int(node.params.get("n_deferred", 0)) if n_deferred is None else n_deferred
+        if deferred < 0 or n_skipped < 0:
+            raise KtcError("the numbers of deferred and skipped experts cannot be negative")
+        if deferred and top_k - deferred < MIN_IMMEDIATE_EXPERTS:
+            raise KtcError(
+                f"{node.module}: deferring {deferred} of {top_k} experts leaves fewer than"
+                f" {MIN_IMMEDIATE_EXPERTS} immediate",
+                f"use --deferred {max(0, top_k - MIN_IMMEDIATE_EXPERTS)} or less",
+            )
+        if deferred and n_skipped:
+            raise KtcError("experts are deferred or skipped, not both", "leave out --deferred or --skip")
+        if n_skipped >= top_k:
+            raise KtcError(f"{node.module}: skipping {n_skipped} of {top_k} experts leaves none")
+
+
+def plan_layouts(program: Program, threads: int, chunk: int, runtime: Any) -> list[ArenaLayout]:
+    """One layout for decode, which stays in the cache, and one for a prefill chunk."""
+    sizes = sorted({1, min(16, chunk), chunk})
+    return [plan_arena(program, rows, threads, runtime.graph_scratch) for rows in sizes]
+
+
+class GraphExecutor:
+    """A program bound to its weights. One step at a time; `position` is the caller's."""
+
+    def __init__(
+        self,
+        program: Program,
+        weights: Weights,
+        pool: Any = None,
+        *,
+        context: int | None = None,
+        chunk: int = PREFILL_CHUNK,
+        n_deferred: int | None = None,
+        n_skipped: int = 0,
+        isa: str = "",
+        trivial: bool = False,
+        runtime: Any = None,
+    ) -> None:
+        """
+        Args:
+            pool: the process's native pool; None = the calling thread only.
+            context: positions of the caches; the program's own by default.
+            chunk: most rows of one step.
+            n_deferred: experts deferred per MoE layer; None = what the program says.
+            isa: force the operators' instruction set (tests).
+            trivial: heavy kernels do nothing (overhead measurements only).
+        Raises:
+            KtcError: the deferral is not possible.
+        """
+        if runtime is None:
+            from ktc import _runtime as runtime
+        check_deferral(program, n_deferred, n_skipped)
+        self.program, self.weights, self.pool = program, weights, pool
+        self.context = min(program.context, context) if context else program.context
+        self.chunk = min(chunk, self.context)
+        threads = pool.threads if pool is not None else 1
+        self.layouts = plan_layouts(program, threads, self.chunk, runtime)
+        self.native = runtime.Executor(
+            pool,
+            [(b.rows, b.row_bytes) for b in program.buffers],
+            [s.floats_per_position * self.context for s in program.states],
+            [(layout.max_rows, layout.nbytes, list(layout.offsets)) for layout in self.layouts],
+            self.context,
+            program.vocab,
+            n_deferred=-1 if n_deferred is None else n_deferred,
+            n_skipped=n_skipped,
+            trivial=trivial,
+            isa=isa,
+        )
+        self._constants = {k: np.array(v, dtype=np.float32) for k, v in program.constants.items()}
+        for node in program.nodes:
+            self._add(node, n_deferred, n_skipped)
+
+    def _add(self, node: Node, n_deferred: int | None, n_skipped: int) -> None:
+        packed = "tiles" in node.weights
+        refs: dict[str, WeightRef] = {}
+        for role, name in node.weights.items() if not packed else ():
+            if name in self._constants:
+                vector = self._constants[name]
+                refs[role] = (vector.ctypes.data, "fp32", 1, vector.size)
+            elif role in MATRIX_ROLES.get(node.op, ()):
+                refs[role] = self.weights.matrix(name)
+            else:
+                refs[role] = self.weights.vector(name)
+        experts = None
+        if node.op == "moe_submit":
+            top_k, last = int(node.params["top_k"]), bool(node.params["last"])
+            planned = int(node.params.get("n_deferred", 0))
+            later = 0 if last else (planned if n_deferred is None else n_deferred)
+            slots = [top_k] + ([top_k - later, later] if later else []) + ([top_k - n_skipped] if n_skipped else [])
+            experts = self.weights.experts(node.module, self.native, list(dict.fromkeys(slots)))
+        self.native.add(
+            node.op,
+            node.name,
+            list(node.inputs),
+            list(node.outputs),
+            list(node.states),
+            dict(node.params),
+            refs,
+            linear=self.weights.linear(node) if packed else None,
+            experts=experts,
+            callback=self.weights.callback(node.module) if node.op == "callback" else None,
+        )
+
+    def step(
+        self, ids: NDArray[np.int64], position: int, *, decode: bool = False, rows: int = 1
+    ) -> NDArray[np.float32]:
+        """Run ids [T] at `position`; logits [rows, vocab] of the last `rows` tokens. T <= chunk."""
+        logits = np.empty((rows, self.program.vocab), dtype=np.float32)
+        self.native.step(ids, position, decode, logits)
+        return logits
+
+    @property
+    def arena_bytes(self) -> int:
+        return int(self.native.arena_bytes)
+
+    @property
+    def state_bytes(self) -> int:
+        return int(self.native.state_bytes)

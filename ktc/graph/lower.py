@@ -1,0 +1,287 @@
+"""Config + inventory -> Program. Lowering, not tracing: every family in scope is one skeleton (families.py).
+
+What the plan packed runs on packed tiles, what it kept runs on the native operators over the kept
+weights, which compute the same thing; a module named in `callbacks` stays Hugging Face's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from ktc.errors import UnsupportedModelError
+from ktc.graph.families import Skeleton, head_dim, skeleton_for
+from ktc.graph.inventory import Inventory
+from ktc.graph.ir import LOGITS, Buffer, BufferType, Node, Program, Rows, State
+from ktc.graph.rotary import rotary_constants
+from ktc.graph.verify import verify
+
+ROPE_FREQUENCIES = "rope.inv_freq"
+MLA_NORM_EPS = 1e-6
+"""q_a_layernorm and kv_a_layernorm ignore config.rms_norm_eps (their constructor's default)."""
+
+
+def lower(config: Any, inventory: Inventory, callbacks: Collection[str] = ()) -> Program:
+    """Build and verify the program of a model.
+
+    Args:
+        config: transformers config object.
+        callbacks: attention or MLP modules to leave to Hugging Face (`model.layers.0.mlp`).
+    Raises:
+        UnsupportedModelError: a value that the native operators cannot reproduce.
+    """
+    program = _Lowering(config, inventory, frozenset(callbacks)).run()
+    verify(program, inventory.names(), None)
+    return program
+
+
+class _Lowering:
+    """State of one lowering: buffers, caches and nodes so far."""
+
+    def __init__(self, config: Any, inventory: Inventory, callbacks: frozenset[str]) -> None:
+        self.config, self.inventory, self.callbacks = config, inventory, callbacks
+        self.skeleton: Skeleton = skeleton_for(config)
+        self.hidden = int(config.hidden_size)
+        self.eps = float(config.rms_norm_eps)
+        self.buffers: list[Buffer] = []
+        self.states: list[State] = []
+        self.nodes: list[Node] = []
+
+    # ---- small parts --------------------------------------------------------------------------
+    def buffer(self, name: str, cols: int, rows: Rows = "T", dtype: BufferType = "f32") -> int:
+        self.buffers.append(Buffer(len(self.buffers), name, rows, cols, dtype))
+        return len(self.buffers) - 1
+
+    def state(self, name: str, floats: int) -> int:
+        self.states.append(State(len(self.states), name, floats))
+        return len(self.states) - 1
+
+    def cols(self, b: int) -> int:
+        return self.buffers[b].cols
+
+    def tensor(self, name: str) -> str:
+        found = self.inventory.find(name)
+        if found is None:
+            raise UnsupportedModelError(f"the decode graph needs {name}, which this model does not have")
+        return found
+
+    def norm(
+        self, name: str, x: int, out: str, *, deltas: tuple[int, ...] = (), eps: float | None = None, rows: Rows = "T"
+    ) -> tuple[int, int]:
+        """y = rms_norm(x + scale * sum(deltas)); returns (y, the sum or x)."""
+        width = self.cols(x)
+        weight = self.tensor(f"{name}.weight")
+        cols = self.inventory.shape(weight)[0]
+        y = self.buffer(out, width, rows)
+        total = self.buffer(f"{out}.sum", width, rows) if deltas else x
+        params = {"cols": cols, "groups": width // cols, "eps": self.eps if eps is None else eps}
+        if deltas:
+            params["scale"] = self.skeleton.residual_scale
+        outputs = (y, total) if deltas else (y,)
+        self.nodes.append(Node("rms_norm", name, (x, *deltas), outputs, params=params, weights={"weight": weight}))
+        return y, total
+
+    def linear(self, name: str, x: int, out: str, rows: Rows = "T") -> int:
+        packed = self.inventory.linears.get(name)
+        if packed is not None:
+            n, k = packed.n, packed.k
+            weights = {"tiles": f"{name}.tiles"}
+            weights |= {"scale": f"{name}.scale"} if packed.layout.scale_count else {}
+            weights |= {"mult": f"{name}.mult"} if packed.layout.mult_bytes else {}
+            weights |= {"bias": f"{name}.bias"} if packed.bias else {}
+        else:
+            weight = self.tensor(f"{name}.weight")
+            n, k = self.inventory.shape(weight)
+            weights = {"weight": weight}
+            bias = self.inventory.find(f"{name}.bias")
+            weights |= {"bias": bias} if bias is not None else {}
+        y = self.buffer(out, n, rows)
+        self.nodes.append(Node("linear", name, (x,), (y,), params={"n": n, "k": k}, weights=weights))
+        return y
+
+    def has(self, name: str) -> bool:
+        return self.inventory.find(name) is not None
+
+    # ---- the model ----------------------------------------------------------------------------
+    def run(self) -> Program:
+        c, s = self.config, self.skeleton
+        layers = int(c.num_hidden_layers)
+        inv_freq, scaling = rotary_constants(c)
+        x = self.buffer("embedding", self.hidden)
+        self.nodes.append(
+            Node("embed", "model.embed_tokens", (), (x,), params={"scale": s.embed_scale},
+                 weights={"weight": self.tensor("model.embed_tokens.weight")})
+        )  # fmt: skip
+        self.cos, self.sin = self.buffer("cos", len(inv_freq)), self.buffer("sin", len(inv_freq))
+        self.nodes.append(
+            Node("rope_table", "model.rotary_emb", (), (self.cos, self.sin), params={"scaling": scaling},
+                 weights={"inv_freq": ROPE_FREQUENCIES})
+        )  # fmt: skip
+        moe_layers = [i for i in range(layers) if self.is_moe(i)]
+        deltas: tuple[int, ...] = ()
+        for layer in range(layers):
+            module, tag = f"model.layers.{layer}", f"L{layer}"
+            normed, x = self.norm(f"{module}.input_layernorm", x, f"{tag}.attention_in", deltas=deltas)
+            attention = self.attention(layer, f"{module}.self_attn", normed, tag)
+            normed, x = self.norm(f"{module}.post_attention_layernorm", x, f"{tag}.mlp_in", deltas=(attention,))
+            block = f"{module}.{s.moe}"
+            if block in self.callbacks:
+                deltas = (self.callback(block, normed, f"{tag}.mlp_out"),)
+            elif layer in moe_layers:
+                deltas = self.moe(block, normed, tag, last=layer == moe_layers[-1])
+            else:
+                deltas = (self.mlp(block, normed, f"{tag}.mlp"),)
+        # The last residual sum and norm run on the wanted rows only.
+        last = [self.last_rows(b) for b in (x, *deltas)]
+        final, _ = self.norm("model.norm", last[0], "final", deltas=tuple(last[1:]), rows="R")
+        divided = s.logit_divisor != 1.0
+        logits = self.linear("lm_head", final, "undivided_logits" if divided else LOGITS, rows="R")
+        vocab = self.cols(logits)
+        if divided:
+            out = self.buffer(LOGITS, vocab, "R")
+            params = {"cols": vocab, "divisor": s.logit_divisor}
+            self.nodes.append(Node("divide", "lm_head", (logits,), (out,), params=params))
+        notes = tuple(f"{m} runs Hugging Face's own code, so torch is loaded" for m in sorted(self.callbacks))
+        return Program(
+            model_type=str(c.model_type),
+            hidden=self.hidden,
+            vocab=vocab,
+            context=int(c.max_position_embeddings),
+            buffers=tuple(self.buffers),
+            states=tuple(self.states),
+            nodes=tuple(self.nodes),
+            constants={ROPE_FREQUENCIES: inv_freq},
+            notes=notes,
+        )
+
+    def last_rows(self, x: int) -> int:
+        y = self.buffer(f"{self.buffers[x].name}.last", self.cols(x), "R")
+        self.nodes.append(Node("last_rows", self.buffers[x].name, (x,), (y,), params={"cols": self.cols(x)}))
+        return y
+
+    def callback(self, module: str, x: int, out: str) -> int:
+        y = self.buffer(out, self.cols(x))
+        self.nodes.append(Node("callback", module, (x,), (y,), params={"cols": self.cols(x)}, module=module))
+        return y
+
+    # ---- attention ----------------------------------------------------------------------------
+    def attention(self, layer: int, module: str, x: int, tag: str) -> int:
+        if module in self.callbacks:
+            return self.callback(module, x, f"{tag}.attention_out")
+        make = self.mla if self.skeleton.attention == "mla" else self.gqa
+        return self.linear(f"{module}.o_proj", make(layer, module, x, tag), f"{tag}.attention_out")
+
+    def gqa(self, layer: int, module: str, x: int, tag: str) -> int:
+        c, s = self.config, self.skeleton
+        heads, kv_heads, dim = int(c.num_attention_heads), int(c.num_key_value_heads), head_dim(c)
+        q = self.linear(f"{module}.q_proj", x, f"{tag}.q")
+        k = self.linear(f"{module}.k_proj", x, f"{tag}.k")
+        v = self.linear(f"{module}.v_proj", x, f"{tag}.v")
+        weights: dict[str, str] = {}
+        for role, buffer in (("q_norm", q), ("k_norm", k)):
+            weight = self.inventory.find(f"{module}.{role}.weight")
+            if weight is None:
+                continue
+            if self.inventory.shape(weight)[0] == dim:
+                weights[role] = weight  # per head, in the attention node
+            else:
+                normed, _ = self.norm(f"{module}.{role}", buffer, f"{tag}.{role}")
+                q, k = (normed, k) if role == "q_norm" else (q, normed)
+        if self.has(f"{module}.sinks"):
+            weights["sinks"] = self.tensor(f"{module}.sinks")
+        params = {
+            "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "rotary_half": self.cols(self.cos),
+            "window": s.window(layer), "rope": s.rope, "scale": s.scale, "norm_eps": self.eps, "clip": s.clip,
+        }  # fmt: skip
+        out = self.buffer(f"{tag}.heads", heads * dim)
+        scratch = self.buffer(f"{tag}.attention_scratch", 0, "scratch")
+        states = (self.state(f"{tag}.keys", kv_heads * dim), self.state(f"{tag}.values", kv_heads * dim))
+        self.nodes.append(Node("gqa", module, (q, k, v, self.cos, self.sin), (out, scratch), states, params, weights))
+        return out
+
+    def mla(self, layer: int, module: str, x: int, tag: str) -> int:
+        c, s = self.config, self.skeleton
+        if c.q_lora_rank is None:
+            q = self.linear(f"{module}.q_proj", x, f"{tag}.q")
+        else:
+            q = self.linear(f"{module}.q_a_proj", x, f"{tag}.q_a")
+            q, _ = self.norm(f"{module}.q_a_layernorm", q, f"{tag}.q_a_norm", eps=MLA_NORM_EPS)
+            q = self.linear(f"{module}.q_b_proj", q, f"{tag}.q")
+        kv = self.linear(f"{module}.kv_a_proj_with_mqa", x, f"{tag}.kv")
+        heads, v_dim, rank = int(c.num_attention_heads), int(c.v_head_dim), int(c.kv_lora_rank)
+        params: dict[str, float] = {
+            "heads": heads, "nope": int(c.qk_nope_head_dim), "rope_dim": int(c.qk_rope_head_dim),
+            "v_dim": v_dim, "rank": rank, "rope": s.rope, "scale": s.scale,
+            "norm_eps": MLA_NORM_EPS,
+        }  # fmt: skip
+        weights = {
+            "kv_norm": self.tensor(f"{module}.kv_a_layernorm.weight"), "kv_b": self.tensor(f"{module}.kv_b_proj.weight")
+        }  # fmt: skip
+        out = self.buffer(f"{tag}.heads", heads * v_dim)
+        scratch = self.buffer(f"{tag}.attention_scratch", 0, "scratch")
+        states = (self.state(f"{tag}.latent", rank + int(c.qk_rope_head_dim)),)
+        self.nodes.append(Node("mla", module, (q, kv, self.cos, self.sin), (out, scratch), states, params, weights))
+        return out
+
+    # ---- MLP and MoE --------------------------------------------------------------------------
+    def is_moe(self, layer: int) -> bool:
+        block = f"model.layers.{layer}.{self.skeleton.moe}"
+        return block not in self.callbacks and self.has(f"{block}.{self.skeleton.router_name}.weight")
+
+    def mlp(self, module: str, x: int, tag: str) -> int:
+        if getattr(self.config, "hidden_act", "silu") not in ("silu", "swish"):
+            raise UnsupportedModelError(f"activation {self.config.hidden_act!r} has no native operator")
+        gate = self.linear(f"{module}.gate_proj", x, f"{tag}.gate")
+        up = self.linear(f"{module}.up_proj", x, f"{tag}.up")
+        h = self.buffer(f"{tag}.h", self.cols(gate))
+        self.nodes.append(Node("silu_mul", module, (gate, up), (h,), params={"cols": self.cols(gate)}))
+        return self.linear(f"{module}.down_proj", h, f"{tag}.out")
+
+    def moe(self, module: str, x: int, tag: str, last: bool) -> tuple[int, ...]:
+        s, r = self.skeleton, self.skeleton.router
+        gate = f"{module}.{s.router_name}"
+        weights = {"weight": self.tensor(f"{gate}.weight")}
+        experts = self.inventory.shape(weights["weight"])[0]
+        top_k = int(self.config.num_experts_per_tok)
+        if self.has(f"{gate}.bias"):
+            weights["bias"] = self.tensor(f"{gate}.bias")
+        if r.choice_bias:
+            weights["choice_bias"] = self.tensor(f"{module}.{r.choice_bias}")
+        params = {
+            "hidden": self.hidden, "experts": experts, "top_k": top_k, "score": r.score, "group_score": r.group_score,
+            "n_group": r.n_group, "topk_group": r.topk_group, "renormalise": int(r.renormalise),
+            "renormalise_eps": r.renormalise_eps, "scale": r.scale,
+        }  # fmt: skip
+        expert_weights = self.buffer(f"{tag}.expert_weights", top_k)
+        expert_ids = self.buffer(f"{tag}.expert_ids", top_k, dtype="i64")
+        outputs = (
+            expert_weights, expert_ids, self.buffer(f"{tag}.router_logits", experts),
+            self.buffer(f"{tag}.router_scratch", 0, "scratch"),
+        )  # fmt: skip
+        self.nodes.append(Node("router", gate, (x,), outputs, params=params, weights=weights))
+        plan = self.inventory.moes.get(module)
+        planned = plan.n_deferred_experts if plan is not None else 0
+        # On the CPU device there is nothing to overlap with, so "auto" defers none.
+        deferred = 0 if last or planned == "auto" else int(planned)
+        self.nodes.append(
+            Node("moe_submit", module, (x, expert_weights, expert_ids), params={
+                "top_k": top_k, "n_deferred": deferred, "last": int(last)}, module=module)
+        )  # fmt: skip
+        shared = self.shared(module, x, tag)
+        routed = self.buffer(f"{tag}.routed", self.hidden)
+        self.nodes.append(Node("moe_collect", module, (), (routed,), params={"hidden": self.hidden}))
+        return (routed,) if shared is None else (routed, shared)
+
+    def shared(self, module: str, x: int, tag: str) -> int | None:
+        s = self.skeleton
+        if s.shared is None:
+            return None
+        out = self.mlp(f"{module}.{s.shared}", x, f"{tag}.shared")
+        if s.shared_gate is None:
+            return out
+        gate = self.linear(f"{module}.{s.shared_gate}", x, f"{tag}.shared_gate")
+        gated = self.buffer(f"{tag}.shared_gated", self.hidden)
+        self.nodes.append(
+            Node("sigmoid_mul", f"{module}.{s.shared_gate}", (gate, out), (gated,), params={"cols": self.hidden})
+        )
+        return gated

@@ -39,9 +39,10 @@ KTC_INLINE void add_columns(float* p, typename V::F y, int64_t columns) {
   }
 }
 
-/* y0, y1: rows 32b..32b+15 and 32b+16..32b+31 of the product for activation row m, scaled, no bias. */
+/* y0, y1: rows 32b..32b+15 and 32b+16..32b+31 of the product for activation row m, scaled, no bias.
+ * A call per 32 outputs costs nothing beside their K products; inlined, it would be most of the library. */
 template <class V>
-KTC_INLINE void emit(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, typename V::F y0,
+KTC_NOINLINE void emit(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, typename V::F y0,
                      typename V::F y1) {
   if (a.weight.bias) {
     y0 = V::add(y0, V::load(a.weight.bias + b * kBlockRows));

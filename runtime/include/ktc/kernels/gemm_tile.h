@@ -212,7 +212,7 @@ class TileGemm {
     for (; done < rows; ++done) add_row(group_[side ^ 1], m, c.b, g - 1, done, sums, c.begin == 0 && step == 1);
     finish_side_work();
   }
-  KTC_INLINE void add_row(const uint8_t* products, int64_t m, int64_t b, int64_t g, int64_t row, float* sums,
+  KTC_NOINLINE void add_row(const uint8_t* products, int64_t m, int64_t b, int64_t g, int64_t row, float* sums,
                           bool first) {
     for (int h = 0; h < 2; ++h) {
       const int64_t at = ((row / kTileRows) * 2 + h) * kTile + (row % kTileRows) * kRowBytes;
@@ -230,7 +230,7 @@ class TileGemm {
     const uint8_t* sums;
   };
 
-  KTC_INLINE void finish_row() {
+  KTC_NOINLINE void finish_row() {
     const int64_t row = pending_.done++;
     const uint8_t* c = pending_.sums + (row / kTileRows) * 2 * kTile + (row % kTileRows) * kRowBytes;
     const int64_t m = pending_.m + row;
@@ -258,7 +258,7 @@ class TileGemm {
     ahead_done_ = 0;
     ahead_total_ = next.b < a_.block_end ? (next.end - next.begin) * S::kTilesPerStep : 0;
   }
-  KTC_INLINE void ahead_piece() {
+  KTC_NOINLINE void ahead_piece() {
     const int64_t i = ahead_done_++;
     if constexpr (S::kFormat == KTC_INT4) {
       unpack(ahead_, i, ahead_panel_);

@@ -12,6 +12,7 @@ import json
 from importlib import resources
 from typing import Any
 
+from ktc.bundle.schema import Check, compile_schema
 from ktc.errors import BundleError
 
 FORMAT_MAJOR, FORMAT_MINOR = 1, 0
@@ -56,13 +57,16 @@ def parse(data: bytes, what: str) -> Any:
 
 
 @functools.cache
-def _validator(definition: str | None) -> Any:
-    import jsonschema
+def load_schema() -> dict[str, Any]:
+    """schema.json."""
+    schema: dict[str, Any] = json.loads(resources.files("ktc.bundle").joinpath("schema.json").read_text("utf-8"))
+    return schema
 
-    schema = json.loads(resources.files("ktc.bundle").joinpath("schema.json").read_text("utf-8"))
-    if definition:
-        schema = {"$schema": schema["$schema"], "$defs": schema["$defs"], **schema["$defs"][definition]}
-    return jsonschema.Draft202012Validator(schema)
+
+@functools.cache
+def _check(definition: str | None) -> Check:
+    schema = load_schema()
+    return compile_schema(schema["$defs"][definition] if definition else schema, schema["$defs"])
 
 
 def validate(value: Any, what: str, definition: str | None = None) -> None:
@@ -71,7 +75,7 @@ def validate(value: Any, what: str, definition: str | None = None) -> None:
     Raises:
         BundleError: names the file and the place in it.
     """
-    for error in _validator(definition).iter_errors(value):
-        where = "/".join(str(p) for p in error.absolute_path) or "top level"
-        text = error.message if len(error.message) <= 200 else error.message[:200] + "..."
-        raise BundleError(f"{what}: {where}: {text}")
+    fault = _check(definition)(value)
+    if fault is not None:
+        where = "/".join(map(str, fault[0])) or "top level"
+        raise BundleError(f"{what}: {where}: {fault[1][:300]}")

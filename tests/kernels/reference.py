@@ -159,7 +159,7 @@ def gemm(x: Array, w: Weights, amax: Array | None = None) -> NDArray[np.float64]
         span = np.arange(layout.k_pad) // w.scheme.group
         mult = w.mult.reshape(layout.blocks, -1, 32).transpose(0, 2, 1).reshape(layout.n_pad, -1)
         weights = weights * mult[:, span]
-    acc = (values.astype(np.int64) @ weights.T).astype(np.float32)
+    acc = (values @ weights.T.astype(np.float64)).astype(np.float32)  # integers below 2^53: exact
     assert w.scale is not None
     return (acc * (row_scale[:, None] * w.scale[None, :])).astype(np.float64)
 

@@ -63,3 +63,27 @@ def tree(folder: Path) -> dict[str, str]:
         for p in sorted(folder.rglob("*"))
         if p.is_file()
     }
+
+
+@pytest.fixture(scope="session")
+def with_kernels(tiny_checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of deepseek_v3 with the portable library and goldens of layers and logits; read only."""
+    out = tmp_path_factory.mktemp("bundles") / "kernels.ktc"
+    compile_checkpoint(tiny_checkpoint("deepseek_v3"), "int4", out, variants=("portable",))
+    return out
+
+
+@pytest.fixture
+def kernels_copy(with_kernels: Path, tmp_path: Path) -> Path:
+    """A bundle with kernels that a test may damage."""
+    return Path(shutil.copytree(with_kernels, tmp_path / "copy.ktc"))
+
+
+@pytest.fixture
+def another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty kernel cache and trust store, and no working compiler: nothing was or can be built here."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("KTC_CACHE_DIR", str(cache))
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    monkeypatch.setattr("ktc.host.find_compiler", lambda: None)
+    return cache

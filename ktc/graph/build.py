@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ktc.errors import KtcError
 from ktc.graph.arena import ArenaLayout, plan_arena
 from ktc.graph.ir import Node, Program
+from ktc.graph.verify import verify
 
 PREFILL_CHUNK = 512
 """Rows of one prefill step: bounds every intermediate, whatever the prompt's length."""
@@ -104,10 +105,11 @@ class GraphExecutor:
             isa: force the operators' instruction set (tests).
             trivial: heavy kernels do nothing (overhead measurements only).
         Raises:
-            KtcError: the deferral is not possible.
+            KtcError: the deferral is not possible. ProgramError: the program is malformed.
         """
         if runtime is None:
             from ktc import _runtime as runtime
+        verify(program)
         check_deferral(program, n_deferred, n_skipped)
         self.program, self.weights, self.pool = program, weights, pool
         self.context = min(program.context, context) if context else program.context

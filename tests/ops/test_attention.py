@@ -141,7 +141,8 @@ def test_mla_equals_expanded_attention(
         part = slice(at, at + rows)
         y = torch.full((rows, heads * v_dim), float("nan"))
         ops.mla(isa, None, heads, nope, rope, v_dim, rank, style, 0.3, 1e-6, ptr(q[part]), ptr(kv[part]),
-                ptr(cos[part]), ptr(sin[part]), ptr(norm), ptr(kv_b), kv_b_type, ptr(cache), at, rows, ptr(y))  # fmt: skip
+                ptr(cos[part]), ptr(sin[part]), ptr(norm), ptr(kv_b), kv_b_type, ptr(cache), at, rows,
+                ptr(y))  # fmt: skip
         out.append(y)
         at += rows
 

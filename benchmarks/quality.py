@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ktc.engine.pool import quiet_openmp
+from ktc.engine.lane import quiet_openmp
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ def engine_options(function: F) -> F:
 def load_model(bundle: Path, verbose: int, **options: Any) -> Any:
     """Load for the command line: report on stderr, complaints about slower-than-possible always."""
     from ktc.engine import load
-    from ktc.engine.pool import quiet_openmp
+    from ktc.engine.lane import quiet_openmp
     from ktc.progress import set_verbosity, verbosity
 
     set_verbosity(verbose)

@@ -51,7 +51,6 @@ def load(
         BundleError: damaged, untrusted, not for this machine; BuildError: no kernel library can be had;
         KtcError: not enough memory, or `strict` and degraded.
     """
-    started = time.perf_counter()
     opened, degraded = _open(bundle, emulate_nodes, trust_sha256, own_kernels=kernel_library is not None)
     from ktc import _runtime
     from ktc.codegen.variants import runnable
@@ -63,7 +62,7 @@ def load(
     if variant is None and kernel_library is None and lib.variant != best:
         degraded.append(f"{lib.variant} kernels, but this CPU runs {best}")
     pool = pools.get_pool(placement)
-    degraded += pool.warnings()
+    started = time.perf_counter()
     model, store = _build(opened, lib, pool, force_kernel, check_memory)
 
     from ktc.engine.report import LoadReport, describe
@@ -72,7 +71,7 @@ def load(
     report.weight_bytes, report.huge_bytes = store.nbytes, store.huge_bytes()
     report.layers = describe(opened.plan, lib)
     report.seconds = time.perf_counter() - started
-    report.degraded = degraded
+    report.degraded = degraded = degraded + pool.warnings()
     if strict and degraded:
         raise KtcError("strict: " + "; ".join(degraded), "leave out --strict to run all the same")
     model.ktc_report = report
@@ -115,6 +114,8 @@ def _build(bundle: Bundle, lib: Any, pool: Any, force_kernel: str, check_memory:
     import torch
 
     from ktc.engine import build
+    from ktc.engine.lane import Lane, single_threaded
+    from ktc.engine.mla import KtcMLAAttention
     from ktc.engine.weights import WeightStore
     from ktc.engine.weights import check_memory as refuse_too_large
     from ktc.models.registry import family_for, hf_config, meta_model
@@ -137,7 +138,11 @@ def _build(bundle: Bundle, lib: Any, pool: Any, force_kernel: str, check_memory:
         ) as error:  # the library lacks a kernel that the plan needs, or `force_kernel` names none
             raise BuildError(f"{bundle.path}: {error}") from error
     model.config.dtype = torch.float32
-    model.register_forward_pre_hook(pools.LaneThreads(pool.threads), with_kwargs=True)
+    single_threaded(model)
+    lane = Lane(pool.threads)
+    for module in model.modules():
+        if isinstance(module, KtcMLAAttention):
+            module.lane = lane
     if "model/generation_config.json" in bundle.files:
         from transformers import GenerationConfig
 

@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-SCORE_BUDGET = 32 << 20
-"""Bytes of scores and latent queries alive at a time: a prefill of any length is cut into row chunks that fit."""
+from ktc.engine.lane import Lane
+
+PIECE_BYTES = 8 << 20
+"""Scores and latent queries of one piece of work: bounds memory per thread for a prefill of any length, and cuts it
+into pieces that do not depend on the number of threads."""
 
 _CHILDREN = ("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "o_proj")
 
@@ -68,6 +71,7 @@ class KtcMLAAttention(nn.Module):
         self.config = original.config
         self.layer_idx: int = original.layer_idx
         self.is_causal = True
+        self.lane = Lane(1)
         self.heads: int = original.num_heads
         self.nope: int = original.qk_nope_head_dim
         self.rope: int = original.qk_rope_head_dim
@@ -144,28 +148,40 @@ class KtcMLAAttention(nn.Module):
         batch, heads, new, _ = q_nope.shape
         out = q_nope.new_empty(batch, new, heads, self.value)
         row_bytes = 4 * batch * heads * (latent.shape[1] + 2 * self.rank)
-        step = max(1, min(new, SCORE_BUDGET // row_bytes))
-        for begin in range(0, new, step):
+        step = max(1, min(new, PIECE_BYTES // row_bytes))
+
+        def piece(begin: int) -> None:
             end = min(new, begin + step)
-            # Without a mask, query i sees keys 0..i (the cache was empty); a single query sees all of them.
-            seen = end if mask is None and new > 1 else latent.shape[1]
-            c, r = latent[:, :seen], k_rope[:, :seen]
-            q = torch.matmul(q_nope[:, :, begin:end], self.w_uk)  # [B, A, t, R]
-            rows = heads * (end - begin)
-            scores = torch.bmm(q.reshape(batch, rows, self.rank), c.transpose(1, 2))
-            scores.baddbmm_(q_rope[:, :, begin:end].reshape(batch, rows, self.rope), r.transpose(1, 2))
-            scores = scores.mul_(self.scaling).view(batch, heads, end - begin, seen)
-            if mask is None and new > 1:
-                future = torch.ones(end - begin, seen, dtype=torch.bool, device=scores.device).triu(begin + 1)
-                scores.masked_fill_(future, torch.finfo(scores.dtype).min)
-            elif mask is not None:
-                part = mask[:, :, begin:end, :seen]
-                if part.dtype == torch.bool:
-                    # the lowest number, not -inf: a row that sees nothing (padding) must not become NaN
-                    scores.masked_fill_(~part, torch.finfo(scores.dtype).min)
-                else:
-                    scores.add_(part)
-            weights = torch.softmax(scores, dim=-1)
-            mixed = torch.bmm(weights.view(batch, rows, seen), c).view(batch, heads, end - begin, self.rank)
-            out[:, begin:end] = torch.matmul(mixed, self.w_uv).transpose(1, 2)
+            rows = slice(begin, end)
+            out[:, rows] = self._rows(q_nope[:, :, rows], q_rope[:, :, rows], latent, k_rope, mask, begin, new)
+
+        self.lane.run(piece, range(0, new, step))
         return out.view(batch, new, heads * self.value)
+
+    def _rows(
+        self, q_nope: Tensor, q_rope: Tensor, c: Tensor, r: Tensor, mask: Tensor | None, begin: int, new: int
+    ) -> Tensor:
+        """Queries begin.. (t of them, of `new`): [B, A, t, .] -> [B, t, A, dv]."""
+        batch, heads, count, _ = q_nope.shape
+        causal = mask is None and new > 1
+        if causal:  # without a mask query i sees keys 0..i (the cache was empty); a single query sees all of them
+            c, r = c[:, : begin + count], r[:, : begin + count]
+        seen, rows = c.shape[1], heads * count
+        q = torch.matmul(q_nope, self.w_uk)  # [B, A, t, R]
+        scores = torch.bmm(q.reshape(batch, rows, self.rank), c.transpose(1, 2))
+        scores.baddbmm_(q_rope.reshape(batch, rows, self.rope), r.transpose(1, 2))
+        scores = scores.mul_(self.scaling).view(batch, heads, count, seen)
+        # the lowest number, not -inf: a row that sees nothing (padding) must not become NaN
+        lowest = torch.finfo(scores.dtype).min
+        if causal:
+            future = torch.ones(count, seen, dtype=torch.bool, device=scores.device).triu(begin + 1)
+            scores.masked_fill_(future, lowest)
+        elif mask is not None:
+            part = mask[:, :, begin : begin + count, :seen]
+            if part.dtype == torch.bool:
+                scores.masked_fill_(~part, lowest)
+            else:
+                scores.add_(part)
+        weights = torch.softmax(scores, dim=-1).view(batch, rows, seen)
+        mixed = torch.bmm(weights, c).view(batch, heads, count, self.rank)
+        return torch.matmul(mixed, self.w_uv).transpose(1, 2)

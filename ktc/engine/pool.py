@@ -1,32 +1,15 @@
-"""The process's thread pool, and how it shares the CPUs with torch's own threads.
-
-Experts and packed linears run on one native pool. What remains on torch (norms, rope, attention scores,
-modules no rule matched) uses OpenMP threads, and OpenMP threads that spin after a parallel region take the
-CPU from our workers. So: while decoding (few rows) torch runs on one thread, whose work is tiny; in
-prefill it gets as many threads as the pool; and OpenMP is told to sleep, not spin, between regions
-(`quiet_openmp`, which must run before torch is imported: the command line does).
-"""
+"""The process's thread pool: how many threads, on which CPUs, for which node. What runs on it: lane.py, runtime/src."""
 
 from __future__ import annotations
 
 import math
-import os
 import weakref
 from pathlib import Path
 from typing import Any
 
 from ktc.errors import KtcError
 
-DECODE_ROWS = 16
-"""Up to this many tokens a forward counts as decoding: torch stays on one thread."""
-
 _pools: weakref.WeakValueDictionary[tuple[tuple[int, ...], ...], Any] = weakref.WeakValueDictionary()
-
-
-def quiet_openmp() -> None:
-    """Make OpenMP workers sleep between parallel regions. Only has an effect before torch is imported."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("KMP_BLOCKTIME", "0")
 
 
 def cpu_quota() -> float | None:
@@ -87,21 +70,3 @@ def get_pool(nodes: list[list[int]]) -> Any:
         pool = _runtime.Pool(nodes, pin=len(set(cpus)) == len(cpus))
         _pools[key] = pool
     return pool
-
-
-class LaneThreads:
-    """Forward pre-hook of a model: torch's thread count for this many tokens (see the top of this file)."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-
-    def __call__(self, module: Any, args: Any, kwargs: Any) -> None:
-        import torch
-
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if ids is None:
-            ids = kwargs.get("inputs_embeds")
-        rows = ids.shape[0] * ids.shape[1] if ids is not None else DECODE_ROWS + 1
-        wanted = 1 if rows <= DECODE_ROWS else self.threads
-        if torch.get_num_threads() != wanted:
-            torch.set_num_threads(wanted)

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 
 from ktc.engine import mla
+from ktc.engine.lane import Lane
 from ktc.engine.mla import KtcMLAAttention
 
 COMMON = {
@@ -130,12 +131,19 @@ def test_left_padding_does_not_leak(pair, implementation: str) -> None:
 
 
 @torch.no_grad()
-def test_row_chunks_do_not_change_the_result(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_and_threads(pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut into pieces the result is the same up to rounding; on more threads it is the same bits."""
     _, model = pair
     ids = torch.randint(0, 96, (1, 57))
     whole = model(ids).logits
-    monkeypatch.setattr(mla, "SCORE_BUDGET", 4 * 4 * (57 + 32) * 5)  # five rows at a time
-    close(model(ids).logits, whole, 1e-6)
+    monkeypatch.setattr(mla, "PIECE_BYTES", 4 * 4 * (57 + 32) * 5)  # five rows at a time
+    cut = model(ids).logits
+    close(cut, whole, 1e-6)
+    for layer in model.model.layers:
+        monkeypatch.setattr(layer.self_attn, "lane", Lane(3))
+    assert torch.equal(model(ids).logits, cut)
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, cut)
 
 
 @torch.no_grad()

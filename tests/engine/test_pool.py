@@ -5,10 +5,9 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from ktc.engine import pool
-from ktc.engine.pool import LaneThreads, place
+from ktc.engine.pool import place
 from ktc.errors import KtcError
 
 
@@ -49,20 +48,6 @@ def test_nodes_that_are_not_there_are_refused() -> None:
 def test_the_default_respects_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "cpu_quota", lambda: 1.5)
     assert place([[0, 1, 2, 3]], 1, None) == [[0, 1]]
-
-
-def test_torch_threads_follow_the_phase() -> None:
-    before = torch.get_num_threads()
-    hook = LaneThreads(3)
-    try:
-        hook(None, (torch.zeros(1, 200, dtype=torch.long),), {})
-        assert torch.get_num_threads() == 3
-        hook(None, (), {"input_ids": torch.zeros(1, 1, dtype=torch.long)})
-        assert torch.get_num_threads() == 1
-        hook(None, (), {"inputs_embeds": torch.zeros(2, 100, 8)})
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_importing_the_engine_is_cheap() -> None:

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ktc.cli.bench_cmd import command
+from tests.tiny import make_tiny
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without a tokenizer: a benchmark needs none."""
+    from ktc.compile import compile_checkpoint
+
+    folder = tmp_path_factory.mktemp("bench")
+    checkpoint = make_tiny("deepseek_v3", folder / "m", max_position_embeddings=64)
+    compile_checkpoint(checkpoint, "int4", folder / "m.ktc", variants=(), jobs=1)
+    return folder / "m.ktc"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(command, [str(a) for a in arguments], standalone_mode=False)
+
+
+def test_json_has_mean_and_deviation(bundle: Path) -> None:
+    result = run(bundle, "-p", 20, "-n", 5, "-r", 3, "-o", "json")
+    assert result.exception is None, repr(result.exception)
+    out = json.loads(result.stdout)
+    assert out["experts"] == "int4-g32" and out["model"] == "deepseek_v3"
+    prompt, decode = out["results"]
+    assert (prompt["test"], decode["test"]) == ("prompt 20", "decode 5")
+    for row in (prompt, decode):
+        assert row["repetitions"] == 3 == len(row["samples"])
+        assert row["mean"] == pytest.approx(sum(row["samples"]) / 3) and row["deviation"] >= 0
+
+
+def test_tables_agree(bundle: Path) -> None:
+    table = run(bundle, "-p", 8, "-n", 0, "-r", 1).stdout.splitlines()
+    assert len(table) == 3 and table[1].startswith("|--") and "prompt 8" in table[2]
+    rows = list(csv.DictReader(io.StringIO(run(bundle, "-p", 0, "-n", 3, "-r", 1, "-o", "csv").stdout)))
+    assert [r["test"] for r in rows] == ["decode 3"] and float(rows[0]["tokens/s"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("-p", 0, "-n", 0), "nothing to measure"), (("-p", 60, "-n", 5), "do not fit the model's context of 64")],
+)
+def test_what_cannot_be_measured_is_said(arguments: tuple[object, ...], message: str, bundle: Path) -> None:
+    assert message in str(run(bundle, *arguments).exception)

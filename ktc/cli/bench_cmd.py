@@ -10,7 +10,20 @@ import click
 from ktc.cli.engine_options import engine_options, load_model
 
 
-@click.command("bench")
+class BundleOrKernels(click.Command):
+    """`ktc bench BUNDLE`, and `ktc bench kernels` as a command of its own (a bundle of that name: `./kernels`)."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args and args[0] == "kernels":
+            from ktc.cli.bench_kernels_cmd import command as kernels
+
+            return kernels.make_context(f"{info_name} kernels", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command("bench", cls=BundleOrKernels, epilog="ktc bench kernels --help: the expert kernels alone.")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("-p", "--prompt", type=click.IntRange(min=0), default=512, show_default=True, help="Prompt tokens.")
 @click.option("-n", "--decode", type=click.IntRange(min=0), default=128, show_default=True, help="Decoded tokens.")

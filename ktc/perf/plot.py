@@ -1,0 +1,63 @@
+"""Plot of `ktc bench kernels`: per shape, the roofline and where each contestant is under it.
+
+Needs matplotlib, which only this file imports (`pip install ktc[plot]`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ktc.errors import DiskError, KtcError
+
+if TYPE_CHECKING:
+    from ktc.perf.kernel_bench import Report
+
+
+def plot(report: Report, path: Path) -> None:
+    """Write a PNG (or what the suffix of `path` says): milliseconds and multiples of the floor over tokens.
+
+    Raises:
+        KtcError: matplotlib is not installed, or the suffix is unknown to it.
+        DiskError: the file cannot be written.
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise KtcError("a plot needs matplotlib", "pip install matplotlib") from error
+    shapes = list(dict.fromkeys(row.shape for row in report.rows))
+    figure, axes = pyplot.subplots(2, len(shapes), figsize=(6.5 * len(shapes), 9), squeeze=False)
+    for column, shape in enumerate(shapes):
+        time_axis, floor_axis = axes[0][column], axes[1][column]
+        rows = [row for row in report.rows if row.shape == shape]
+        for index, name in enumerate(dict.fromkeys(row.name for row in rows)):
+            mine = [row for row in rows if row.name == name]
+            tokens = [row.tokens for row in mine]
+            color = f"C{index % 10}"
+            own = name.startswith("ktc")
+            style = {"marker": "o" if own else "x", "linewidth": 2.0 if own else 1.0, "color": color, "label": name}
+            time_axis.plot(tokens, [row.ms for row in mine], **style)
+            if own:
+                time_axis.plot(tokens, [row.floor_ms for row in mine], linestyle=":", color=color)
+            floor_axis.plot(tokens, [row.x_floor for row in mine], **style)
+        time_axis.set(title=f"{shape}: ms a layer (dotted: floor)", xscale="log", yscale="log", ylabel="ms")
+        floor_axis.axhline(1.0, color="black", linewidth=0.8)
+        floor_axis.set(title="multiple of the floor", xscale="log", yscale="log", xlabel="tokens", ylabel="x floor")
+        for axis in (time_axis, floor_axis):
+            axis.set_xscale("log", base=2)
+            axis.grid(True, which="both", alpha=0.25)
+        time_axis.legend(fontsize=8)
+    about = report.about
+    figure.suptitle(f"{about.get('cpu', '')}, {about.get('threads', '?')} threads, {about.get('variant', 'no ktc')}")
+    figure.tight_layout()
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise DiskError(f"the plot {path} cannot be written: {error.strerror}") from error
+    except ValueError as error:
+        raise KtcError(f"the plot {path} cannot be written: {error}", "end its name in .png or .svg") from error
+    finally:
+        pyplot.close(figure)

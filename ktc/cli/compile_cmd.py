@@ -113,7 +113,7 @@ def parse_variants(text: str | None, none: bool) -> list[str] | None:
     unknown = [name for name in names if name not in VARIANTS]
     if unknown or not names:
         raise click.UsageError(
-            f"no kernel variant {', '.join(map(repr, unknown)) or text!r}; there are {', '.join(VARIANTS)}"
+            f"no kernel variant {', '.join(map(repr, unknown or [text]))}; there are {', '.join(VARIANTS)}"
         )
     return names
 

@@ -1,0 +1,102 @@
+"""`ktc compile`: what it prints, its default name, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ktc.bundle import open_bundle
+from tests.cli.runner import ktc
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_default_name_and_what_is_said(tiny_checkpoint, tmp_path: Path, monkeypatch, capsys: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_checkpoint("deepseek_v3"), tmp_path / "my model")
+    capsys.readouterr()  # what transformers says while it writes the checkpoint
+    assert ktc("compile", "my model", "-r", "int8.yaml", "--no-kernels") == 0
+    out, err = capsys.readouterr()
+    name = "my-model-int8.ktc"
+    assert out.startswith(f"{name}: ") and "1 MoE layers in int8" in out
+    assert "peak memory" in out and "GB/s" in out
+    assert out.splitlines()[-1] == f'next: ktc run {name} -p "Once upon a time"'
+    assert err == ""
+    assert open_bundle(tmp_path / name).plan.recipe == "int8"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["my model", name]
+    assert ktc("compile", "my model", "-r", "int8", "--no-kernels") == 6
+    assert f"{name} already exists\n  hint: --force" in capsys.readouterr().err
+
+
+def test_json(tiny_checkpoint, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "x.ktc"
+    assert ktc("compile", tiny_checkpoint("deepseek_v3"), "-o", out, "--no-kernels", "--json", "-j", 1) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["bundle"] == str(out) and made["variants"] == [] and made["bytes"] > 0 and not made["resumed"]
+
+
+def test_a_built_variant_is_in_the_bundle(with_kernels: Path) -> None:
+    assert [k["variant"] for k in open_bundle(with_kernels).manifest["kernels"]] == ["portable"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (["--variants", "sse9"], 2, "no kernel variant 'sse9'; there are amx"),
+        (["--variants", ","], 2, "no kernel variant"),
+        (["--variants", "amx", "--no-kernels"], 2, "either --variants or --no-kernels"),
+        (["--nodes", "0"], 2, "--nodes"),
+        (["-r", "int5"], 4, "no recipe file 'int5'"),
+        (["--nodes", "4", "--no-kernels"], 4, "cannot be split over 4 nodes"),
+    ],
+)
+def test_what_is_refused_leaves_nothing(tiny_checkpoint, tmp_path: Path, capsys: Capture, options, code, said) -> None:
+    assert ktc("compile", tiny_checkpoint("deepseek_v3"), "-o", tmp_path / "x.ktc", *options) == code
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_c8_damaged_checkpoints_are_refused_before_output(tiny_checkpoint, tmp_path: Path, capsys: Capture) -> None:
+    # failure C8: a missing, truncated or LFS-pointer shard.
+    for damage in ("missing", "truncated", "pointer"):
+        source = Path(shutil.copytree(tiny_checkpoint("deepseek_v3", shards=3), tmp_path / damage))
+        shard = sorted(source.glob("*.safetensors"))[1]
+        if damage == "missing":
+            shard.unlink()
+        elif damage == "truncated":
+            shard.write_bytes(shard.read_bytes()[:-100])
+        else:
+            shard.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+        assert ktc("compile", source, "-o", tmp_path / "x.ktc", "--no-kernels") == 3
+        assert shard.name in capsys.readouterr().err
+        assert not (tmp_path / "x.ktc").exists() and not (tmp_path / "x.ktc.partial").exists()
+
+
+def test_c3_a_tensor_that_nothing_reads_is_an_error(tiny_checkpoint, tmp_path: Path, capsys: Capture) -> None:
+    from safetensors.numpy import save_file
+
+    source = Path(shutil.copytree(tiny_checkpoint("deepseek_v3", dtype="fp32"), tmp_path / "model"))
+    from safetensors import safe_open
+
+    file = next(source.glob("*.safetensors"))
+    with safe_open(file, "np") as shard:
+        tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 (not a dict)
+    tensors["model.layers.1.mlp.tid2eid"] = tensors["model.norm.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    assert ktc("compile", source, "-o", tmp_path / "x.ktc", "--no-kernels") == 3
+    assert "model.layers.1.mlp.tid2eid" in capsys.readouterr().err
+
+
+def test_a_dense_model_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    source = tmp_path / "dense"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"model.norm.weight": np.ones(4, np.float32)}, source / "model.safetensors")
+    assert ktc("compile", source, "-o", tmp_path / "x.ktc") == 5
+    assert "dense model" in capsys.readouterr().err

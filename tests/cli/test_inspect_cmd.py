@@ -1,0 +1,74 @@
+"""`ktc inspect`: contents, layers, scratch and verdict, without loading weights or building anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runner import ktc
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_everything_is_shown(with_kernels: Path, capsys: Capture) -> None:
+    assert ktc("inspect", with_kernels, "-v") == 0
+    out = capsys.readouterr().out
+    for text in (
+        "DeepseekV3ForCausalLM",
+        "1 of 2 layers x 8 experts, top 2",
+        "experts, node 0",
+        "model.layers.1.mlp ",
+        "model.layers.{0-1}.self_attn.o_proj",
+        "int4-g32",
+        "1 MoE layers and logits",
+        "verdict: ",
+        "kernels/portable/libktc_experts.so",
+        "flags of portable: -std=c++17",
+    ):
+        assert text in out, text
+
+
+def test_m2_scratch_is_static_and_shown(with_kernels: Path, capsys: Capture) -> None:
+    # failure M2: scratch of 963 GB at a large chunk.
+    assert ktc("inspect", with_kernels, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert 0 < facts["scratch"]["decode"] <= facts["scratch"]["prefill of 512 tokens"] < 64 << 20
+
+
+def test_json(compiled, capsys: Capture) -> None:
+    assert ktc("inspect", compiled("deepseek_v3", nodes=2, moe_intermediate_size=192, hidden_size=96), "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["nodes"] == 2 and facts["sizes"]["experts, node 1"] > 0 and facts["kernels"] == []
+    moe = next(row for row in facts["layers"] if row["operator"] == "moe")
+    assert moe["count"] == 1 and moe["layers"] == [1] and moe["bytes"] > 0
+    assert {p["name"] for p in facts["verdict"]["parts"]} == {"layout", "device", "topology", "kernels"}
+    if facts["verdict"]["level"] == "NEEDS_REPACK":
+        topology = next(p for p in facts["verdict"]["parts"] if p["name"] == "topology")
+        assert "ktc repack" in topology["fix"]
+
+
+def test_neither_torch_nor_transformers_is_imported(with_kernels: Path) -> None:
+    code = (
+        "import sys\nfrom ktc.cli.main import main\n"
+        f"try:\n    main(['inspect', {str(with_kernels)!r}])\nexcept SystemExit as e:\n    assert e.code == 0\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_repack_command(compiled, tmp_path: Path, capsys: Capture) -> None:
+    source = compiled("deepseek_v3", moe_intermediate_size=192, hidden_size=96)
+    assert ktc("repack", source, "--nodes", 3, "-o", tmp_path / "3.ktc") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path / '3.ktc'}: 3 nodes",
+        f"next: ktc verify {tmp_path / '3.ktc'}",
+    ]
+    assert ktc("repack", source, "--nodes", 4, "-o", tmp_path / "4.ktc") == 6
+    assert "1 to 3 nodes work" in capsys.readouterr().err
+    assert ktc("repack", source, "-o", tmp_path / "4.ktc") == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["3.ktc"]

@@ -75,6 +75,11 @@ def _runtime() -> Iterator[Line]:
     )
     yield Line("amx", host.amx if listed else "this CPU has none", advice)
     usable = runnable(host.features)
+    from ktc.perf import tuning
+
+    known = tuning.load()
+    stale = "run ktc tune again" if not known.applied and tuning.tune_path().exists() else ""
+    yield Line("kernel choice", str(known), stale)
     yield Line(
         "kernels",
         f"{usable[0]} is the best variant here (of {', '.join(usable)})",

@@ -7,6 +7,7 @@ gives everything its weights. What this file is not: opening or judging a bundle
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,18 +50,30 @@ def replace_modules(model: nn.Module, plan: Plan, family: Family) -> None:
             set_module(model, planned.name, KtcEmbedding(old.weight.detach(), old.padding_idx))
 
 
-def fill(model: nn.Module, plan: Plan, store: WeightStore, lib: Any, pool: Any, force: str = "") -> None:
+def fill(
+    model: nn.Module,
+    plan: Plan,
+    store: WeightStore,
+    lib: Any,
+    pool: Any,
+    force: str = "",
+    min_rows: Mapping[str, int] | None = None,
+) -> None:
     """Give every module its weights.
+
+    Args:
+        force, min_rows: the choice of kernels, as `_runtime.Moe` and `_runtime.Linear` take it.
 
     Raises:
         BundleError: a tensor is missing, or something would stay without a value.
     """
-    _fill_packed_linears(model, plan, store, lib, pool, force)
+    choice = {"force": force, "min_rows": dict(min_rows or {})}
+    _fill_packed_linears(model, plan, store, lib, pool, choice)
     for planned in plan.modules:
         _fill_own(model.get_submodule(planned.name), planned, store)
     for planned in plan.moe_modules():
         assert planned.moe is not None
-        _fill_experts(model.get_submodule(planned.name), planned.name, planned.moe, store, lib, pool, force)
+        _fill_experts(model.get_submodule(planned.name), planned.name, planned.moe, store, lib, pool, choice)
     _tie(model, plan)
     _rebuild_buffers(model)
     for module in model.modules():
@@ -70,7 +83,9 @@ def fill(model: nn.Module, plan: Plan, store: WeightStore, lib: Any, pool: Any, 
     _check_complete(model)
 
 
-def _fill_packed_linears(model: nn.Module, plan: Plan, store: WeightStore, lib: Any, pool: Any, force: str) -> None:
+def _fill_packed_linears(
+    model: nn.Module, plan: Plan, store: WeightStore, lib: Any, pool: Any, choice: dict[str, Any]
+) -> None:
     from ktc import _runtime
 
     linears = [m for m in plan.modules if m.linear is not None]
@@ -96,7 +111,7 @@ def _fill_packed_linears(model: nn.Module, plan: Plan, store: WeightStore, lib: 
             at.get("scale", 0),
             at.get("mult", 0),
             at.get("bias", 0),
-            force,
+            **choice,
         )
         module = model.get_submodule(planned.name)
         assert isinstance(module, KtcLinear)
@@ -139,7 +154,7 @@ def set_tensor(module: nn.Module, key: str, value: Tensor) -> None:
 
 
 def _fill_experts(
-    module: nn.Module, name: str, moe: MoePlan, store: WeightStore, lib: Any, pool: Any, force: str
+    module: nn.Module, name: str, moe: MoePlan, store: WeightStore, lib: Any, pool: Any, choice: dict[str, Any]
 ) -> None:
     from ktc import _runtime
 
@@ -161,7 +176,7 @@ def _fill_experts(
             group=moe.group,
             splits=list(moe.splits),
             weights=weights,
-            force=force,
+            **choice,
         )
     )
 

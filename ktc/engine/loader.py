@@ -63,13 +63,17 @@ def load(
         degraded.append(f"{lib.variant} kernels, but this CPU runs {best}")
     pool = pools.get_pool(placement)
     started = time.perf_counter()
-    model, store = _build(opened, lib, pool, force_kernel, check_memory)
+    from ktc.perf.tuning import load as load_tuning
+
+    tuning = load_tuning()
+    model, store = _build(opened, lib, pool, force_kernel, tuning.min_rows, check_memory)
 
     from ktc.engine.report import LoadReport, describe
 
     report = LoadReport(str(opened.path), lib.variant, force_kernel, [len(n) for n in placement])
     report.weight_bytes, report.huge_bytes = store.nbytes, store.huge_bytes()
     report.layers = describe(opened.plan, lib)
+    report.tuning = str(tuning)
     report.seconds = time.perf_counter() - started
     report.degraded = degraded = degraded + pool.warnings()
     if strict and degraded:
@@ -110,7 +114,9 @@ def _kernels(bundle: Bundle, variant: str | None, trust_sha256: Sequence[str], o
         raise BuildError(f"kernel library {path}: {error}") from error
 
 
-def _build(bundle: Bundle, lib: Any, pool: Any, force_kernel: str, check_memory: bool) -> tuple[Any, Any]:
+def _build(
+    bundle: Bundle, lib: Any, pool: Any, force_kernel: str, min_rows: dict[str, int], check_memory: bool
+) -> tuple[Any, Any]:
     import torch
 
     from ktc.engine import build
@@ -131,7 +137,7 @@ def _build(bundle: Bundle, lib: Any, pool: Any, force_kernel: str, check_memory:
     with Progress("load weights", total, "B") as progress:
         store = WeightStore(bundle, pool, progress)
         try:
-            build.fill(model, bundle.plan, store, lib, pool, force_kernel)
+            build.fill(model, bundle.plan, store, lib, pool, force_kernel, min_rows)
         except (
             RuntimeError,
             ValueError,

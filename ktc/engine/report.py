@@ -22,6 +22,7 @@ class LoadReport:
     variant: kernel library in use; `best`: what this machine could run of what ktc has.
     threads: per node.
     weight_bytes, huge_bytes: memory of packed weights, and how much of it really is in huge pages.
+    tuning: from how many tokens per expert AMX kernels are preferred, and where that comes from (`ktc tune`).
     degraded: each reason why this run is slower than the machine allows, or not what the recipe says.
     """
 
@@ -32,6 +33,7 @@ class LoadReport:
     weight_bytes: int = 0
     huge_bytes: int = 0
     seconds: float = 0.0
+    tuning: str = ""
     degraded: list[str] = field(default_factory=list)
     layers: list[tuple[str, str]] = field(default_factory=list)
 
@@ -51,6 +53,8 @@ class LoadReport:
         """The summary, then one line per kind of module with where it occurs, then what is degraded."""
         width = max((len(where) for where, _ in self.layers), default=0)
         out = [self.summary(), *(f"  {where:<{width}}  {what}" for where, what in self.layers)]
+        if self.tuning and not self.force_kernel:
+            out.append(f"  kernel choice: {self.tuning}")
         return out + [f"  degraded: {reason}" for reason in self.degraded]
 
 

@@ -20,7 +20,7 @@ import ktc
 from ktc.bundle import emit, manifest
 from ktc.bundle.finish import finish_bundle
 from ktc.bundle.model_files import licence_of, model_files
-from ktc.errors import CheckpointError, KtcError
+from ktc.errors import BuildError, KtcError
 from ktc.layout import LAYOUT_VERSION
 from ktc.pack import pipeline
 from ktc.pack.device import DeviceShard, plan_device
@@ -152,7 +152,11 @@ def build(c: Compilation) -> None:
         return
     from ktc.bundle.kernels import build_kernels
 
-    c.kernels = build_kernels(c.plan, c.variants)
+    try:
+        c.kernels = build_kernels(c.plan, c.variants)
+    except BuildError as error:
+        elsewhere = "or --no-kernels: they are then built where the bundle runs"
+        raise BuildError(error.message, f"{error.hint}; {elsewhere}" if error.hint else elsewhere) from error
 
 
 def pack(c: Compilation) -> None:
@@ -168,8 +172,8 @@ def pack(c: Compilation) -> None:
         pipeline.check_space(c.target, sum(t.size for t in left) + _kernel_bytes(c) + SPARE_BYTES)
         with Progress("pack", total, "B", done=total - todo) as progress:
             pipeline.run_tasks(c.journal, left, progress, c.jobs or pipeline.default_jobs())
-    except BaseException as error:
-        _give_up(c, error)
+    except BaseException:
+        _give_up(c)
         raise
     c.packed_bytes, c.packed_seconds = todo, time.monotonic() - started
 
@@ -179,8 +183,8 @@ def emit_bundle(c: Compilation) -> None:
     try:
         _write_rest(c)
         emit.publish(c.journal, c.target, c.force)
-    except BaseException as error:
-        _give_up(c, error)
+    except BaseException:
+        _give_up(c)
         raise
 
 
@@ -275,12 +279,11 @@ def _kernel_bytes(c: Compilation) -> int:
     return c.kernels.nbytes if c.kernels else 0
 
 
-def _give_up(c: Compilation, error: BaseException) -> None:
+def _give_up(c: Compilation) -> None:
     """Keep finished shards for the next run, unless there are none."""
     if c.journal.finished:
         c.journal.close()
-        if isinstance(error, CheckpointError):
-            c.say(f"finished shards are kept in {c.journal.root}; remove it if you will not compile this again")
+        c.say(f"finished shards are kept in {c.journal.root}: the same command continues")
     else:
         c.journal.discard()
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ktc.bundle.emit import Emitter
 from ktc.bundle.goldens import GOLDENS, MoeGolden, make_moe_golden, write_goldens
-from ktc.bundle.reader import TensorRef
+from ktc.bundle.reader import TensorRef, TensorTable
 from ktc.plan.ir import Plan
 from ktc.progress import Progress
 
@@ -45,10 +45,10 @@ def finish_bundle(
     Raises:
         KtcError: the bundle does not run.
     """
-    refs: dict[tuple[int | None, str], TensorRef] = {
-        (t["node"], t["name"]): TensorRef(out.root / t["file"], t["offset"], t["nbytes"], t["dtype"], tuple(t["shape"]))
-        for t in tensors
-    }
+    refs = TensorTable()
+    for t in tensors:
+        path = out.root / t["file"]
+        refs[t["node"], t["name"]] = TensorRef(path, t["offset"], t["nbytes"], t["dtype"], tuple(t["shape"]))
     cases: list[MoeGolden] = []
     modules = plan.moe_modules()
     with Progress("goldens", len(modules), "layers") as progress:

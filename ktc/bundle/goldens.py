@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktc.bundle.reader import Bundle, TensorRef, part_of
+from ktc.bundle.reader import Bundle, TensorTable
 from ktc.bundle.reference import run_moe
 from ktc.layout import MatrixLayout
 from ktc.pack.experts import PackedExpert, join_expert
@@ -65,18 +65,14 @@ def golden_input(module: str, moe: MoePlan) -> tuple[NDArray[np.float32], NDArra
     return x, ids, weights
 
 
-def read_expert(
-    tensors: dict[tuple[int | None, str], TensorRef], module: str, moe: MoePlan, expert: int
-) -> PackedExpert:
+def read_expert(tensors: TensorTable, module: str, moe: MoePlan, expert: int) -> PackedExpert:
     """One expert, whole, from the shards of all its nodes."""
     slices = [_read_slice(tensors, module, moe, node, expert) for node in range(len(moe.splits))]
     return join_expert(slices)
 
 
-def _read_slice(
-    tensors: dict[tuple[int | None, str], TensorRef], module: str, moe: MoePlan, node: int, expert: int
-) -> PackedExpert:
-    stem, first = part_of(tensors, module, node, expert)
+def _read_slice(tensors: TensorTable, module: str, moe: MoePlan, node: int, expert: int) -> PackedExpert:
+    stem, first = tensors.part_of(module, node, expert)
 
     def matrix(name: str, layout: MatrixLayout) -> PackedMatrix:
         def row(suffix: str, dtype: Any) -> NDArray[Any]:
@@ -95,7 +91,7 @@ def _read_slice(
     return PackedExpert(matrix("gate_up", moe.gate_up_layout(node)), matrix("down", moe.down_layout(node)))
 
 
-def make_moe_golden(tensors: dict[tuple[int | None, str], TensorRef], module: str, moe: MoePlan) -> MoeGolden:
+def make_moe_golden(tensors: TensorTable, module: str, moe: MoePlan) -> MoeGolden:
     """Work out a layer's case from the packed bytes."""
     x, ids, weights = golden_input(module, moe)
     used = sorted(set(ids.ravel().tolist()))

@@ -7,6 +7,7 @@ Whether this machine can run the bundle well is verdict.py's question.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -49,6 +50,30 @@ class TensorRef:
         return np.memmap(self.file, dtype, "r", self.offset, self.shape)
 
 
+class TensorTable(dict[tuple[int | None, str], TensorRef]):
+    """(node or None for the device, tensor name) -> TensorRef, and the way to the part that holds an expert."""
+
+    @functools.cached_property
+    def _parts(self) -> dict[tuple[int, str], list[tuple[int, int]]]:
+        found: dict[tuple[int, str], set[tuple[int, int]]] = {}
+        for node, name in self:
+            match = _EXPERT_TENSOR.match(name)
+            if match is not None and node is not None:
+                found.setdefault((node, match[1]), set()).add((int(match[2]), int(match[3])))
+        return {key: sorted(ranges) for key, ranges in found.items()}
+
+    def parts(self, module: str, node: int) -> list[tuple[int, int]]:
+        """Ranges (first, last) of experts that a MoE block's shards on a node hold, in order."""
+        return self._parts.get((node, module), [])
+
+    def part_of(self, module: str, node: int, expert: int) -> tuple[str, int]:
+        """(tensor stem, first expert) of the part that holds an expert; KeyError if none does."""
+        for first, last in self.parts(module, node):
+            if first <= expert <= last:
+                return f"{module}.experts.{first}-{last}", first
+        raise KeyError(f"expert {expert} of {module} on node {node}")
+
+
 class Bundle:
     """An opened bundle.
 
@@ -56,14 +81,14 @@ class Bundle:
         path: the bundle's directory (resolved).
         manifest: the checked manifest.
         plan: the checked plan.
-        tensors: (node or None for the device, tensor name) -> TensorRef.
+        tensors: where every tensor lies; filled once, by `open_bundle`.
         files: path within the bundle -> manifest entry {path, size, sha256, role}.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path, self.manifest = path, manifest
         self.files: dict[str, dict[str, Any]] = {entry["path"]: entry for entry in manifest["files"]}
-        self.tensors: dict[tuple[int | None, str], TensorRef] = {}
+        self.tensors = TensorTable()
         self.plan: Plan  # set once plan.json has been read and checked
 
     @property
@@ -260,17 +285,12 @@ def _index_tensors(bundle: Bundle) -> None:
 def _check_experts(bundle: Bundle) -> None:
     """Every expert of every MoE layer is there on every node, exactly once and of the planned size."""
     what = str(bundle.path / fmt.MANIFEST)
-    ranges: dict[tuple[int, str], set[tuple[int, int]]] = {}
-    for node, name in bundle.tensors:
-        match = _EXPERT_TENSOR.match(name)
-        if match is not None and node is not None:
-            ranges.setdefault((node, match[1]), set()).add((int(match[2]), int(match[3])))
     for module in bundle.plan.moe_modules():
         moe = module.moe
         assert moe is not None
         for node in range(bundle.nodes):
             end = 0
-            for first, last in sorted(ranges.get((node, module.name), ())):
+            for first, last in bundle.tensors.parts(module.name, node):
                 if first != end or last < first:
                     break
                 for spec in expert_tensors(module.name, moe, node, first, last):
@@ -282,14 +302,3 @@ def _check_experts(bundle: Bundle) -> None:
                 raise BundleError(
                     f"{what}: {module.name} has {moe.experts} experts, but node {node} holds {end} in sequence"
                 )
-
-
-def part_of(tensors: dict[tuple[int | None, str], TensorRef], module: str, node: int, expert: int) -> tuple[str, int]:
-    """(tensor stem, first expert) of the part that holds an expert; KeyError if none does."""
-    prefix, suffix = f"{module}.experts.", ".gate_up.tiles"
-    for where, name in tensors:
-        if where == node and name.startswith(prefix) and name.endswith(suffix):
-            first, last = map(int, name[len(prefix) : -len(suffix)].split("-"))
-            if first <= expert <= last:
-                return name[: -len(suffix)], first
-    raise KeyError(f"expert {expert} of {module} on node {node}")

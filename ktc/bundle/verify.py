@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktc.bundle.goldens import MoeGolden, read_moe_goldens, relative_error
-from ktc.bundle.reader import WEIGHT_ROLES, Bundle, part_of
+from ktc.bundle.reader import WEIGHT_ROLES, Bundle
 from ktc.errors import BundleError
 from ktc.plan.ir import MoePlan
 from ktc.progress import Progress
@@ -169,7 +169,7 @@ def native_layer(
     held: list[NDArray[Any]] = []
 
     def pointers(node: int, expert: int) -> dict[str, int]:
-        stem, first = part_of(bundle.tensors, module, node, expert)
+        stem, first = bundle.tensors.part_of(module, node, expert)
         out = {}
         for matrix in ("gate_up", "down"):
             for suffix in ("tiles", "scale", "mult", "bias"):

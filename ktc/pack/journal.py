@@ -21,8 +21,10 @@ from typing import Any
 
 from ktc.errors import BundleError
 from ktc.pack.writer import FileDigest, disk_error, fsync_dir, hash_file
+from ktc.progress import Progress
 
 JOURNAL_VERSION = 1
+_ENTRY_KEYS = {"file", "size", "sha256"}
 
 
 def partial_dir(out: Path) -> Path:
@@ -107,7 +109,7 @@ class Journal:
                 entry = json.loads(line)
             except ValueError:
                 break
-            if not isinstance(entry, dict):
+            if not isinstance(entry, dict) or not ({"journal"} <= entry.keys() or _ENTRY_KEYS <= entry.keys()):
                 break
             lines.append(entry)
         if lines and lines[0].get("journal") != JOURNAL_VERSION:
@@ -115,15 +117,17 @@ class Journal:
         return lines
 
     def _recheck(self, lines: list[dict[str, Any]]) -> None:
-        for entry in lines:
-            name, path = str(entry.get("file")), self.bundle / str(entry.get("file"))
-            expected = FileDigest(int(entry["size"]), str(entry["sha256"]))
-            if not path.is_file() or path.is_symlink() or path.stat().st_size != expected.size:
-                self._say(f"redoing {name}: it is missing or of another size")
-            elif hash_file(path) != expected:
-                self._say(f"redoing {name}: its bytes have changed")
-            else:
-                self.finished[name] = expected
+        with Progress("check", sum(int(entry["size"]) for entry in lines), "B") as progress:
+            for entry in lines:
+                name, path = str(entry["file"]), self.bundle / str(entry["file"])
+                expected = FileDigest(int(entry["size"]), str(entry["sha256"]))
+                if not path.is_file() or path.is_symlink() or path.stat().st_size != expected.size:
+                    self._say(f"redoing {name}: it is missing or of another size")
+                elif hash_file(path) != expected:
+                    self._say(f"redoing {name}: its bytes have changed")
+                else:
+                    self.finished[name] = expected
+                progress.update(expected.size, name)
 
     def _sweep(self) -> None:
         """Remove everything in the bundle that no journal line vouches for."""

@@ -19,7 +19,7 @@ from ktc.bundle.goldens import read_expert, read_moe_goldens
 from ktc.bundle.reader import open_bundle
 from ktc.bundle.reference import stored_values, weight_scales
 from ktc.compile import compile_checkpoint
-from ktc.errors import BundleError, CheckpointError, DiskError, KtcError, RecipeError
+from ktc.errors import BuildError, BundleError, CheckpointError, DiskError, KtcError, RecipeError
 from tests.bundle.conftest import tree
 from tests.tiny import twin_of
 
@@ -99,6 +99,30 @@ def test_the_way_tensors_lie_on_disk_does_not_matter(compiled, options: dict) ->
     bundles = [open_bundle(compiled("deepseek_v3")), open_bundle(compiled("deepseek_v3", **options))]
     packed = [{p: e["sha256"] for p, e in b.files.items() if p.startswith("weights/")} for b in bundles]
     assert packed[0] == packed[1]
+
+
+def test_s10_gate_and_up_of_different_types_are_widened_exactly(compiled, tiny_checkpoint, tmp_path: Path) -> None:
+    # failure S10: gate and up of different data types in one fused operator. Both go through exact fp32.
+    from safetensors.torch import load_file, save_file
+
+    source = Path(shutil.copytree(tiny_checkpoint("deepseek_v3"), tmp_path / "mixed"))
+    file = next(source.glob("*.safetensors"))
+    tensors = {n: t.float() if "up_proj" in n and "experts." in n else t for n, t in load_file(file).items()}
+    save_file(tensors, file, {"format": "pt"})
+    made = open_bundle(compile_checkpoint(source, "int4", tmp_path / "x.ktc", variants=()).path)
+    packed = [
+        {p: e["sha256"] for p, e in b.files.items() if e["role"] == "experts"}
+        for b in (made, open_bundle(compiled("deepseek_v3")))
+    ]
+    assert packed[0] == packed[1] and packed[0]
+
+
+def test_without_a_compiler_the_way_out_is_named(tiny_checkpoint, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    with pytest.raises(BuildError) as error:
+        compile_checkpoint(tiny_checkpoint("deepseek_v3"), "int4", tmp_path / "x.ktc")
+    assert "--no-kernels" in (error.value.hint or "")
+    assert list(tmp_path.iterdir()) == []  # kernels come before packing: nothing was lost
 
 
 def test_nodes_change_the_split_and_nothing_else(compiled) -> None:

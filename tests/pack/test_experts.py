@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ktc.bundle.goldens import read_expert
-from ktc.bundle.reader import TensorRef
+from ktc.bundle.reader import TensorRef, TensorTable
 from ktc.checkpoint.experts import ExpertWeights
 from ktc.errors import CheckpointError, KtcError
 from ktc.layout import split_intermediate, split_unit
@@ -78,8 +78,8 @@ def test_written_experts_are_read_back(tmp_path: Path, nodes: int) -> None:
     moe = moe_plan(nodes, bias=True)
     parts = plan_parts(plan_of(moe), max_bytes=120_000)  # forces several parts
     assert len(parts) > 1
-    assert [(p.first, p.last) for p in parts][0][0] == 0 and parts[-1].last == 5
-    tensors: dict[tuple[int | None, str], TensorRef] = {}
+    assert parts[0].first == 0 and parts[-1].last == 5
+    tensors = TensorTable()
     packed = {}
     for part in parts:
         writers = tuple(ShardWriter(tmp_path / f, lay) for f, lay in zip(part.files, part.layouts, strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -61,8 +63,9 @@ def test_rows_cut_and_joined_are_the_whole(scheme, blocks, k, nodes, seed) -> No
     array = np.random.default_rng(seed).normal(size=(32 * blocks, k)).astype(np.float32)
     whole = pack(array, scheme)
     edges = [32 * (blocks * i // nodes) for i in range(nodes + 1)]
-    slices = [whole.rows(a, b) for a, b in zip(edges, edges[1:], strict=False) if b > a]
-    for piece, (a, b) in zip(slices, [e for e in zip(edges, edges[1:], strict=False) if e[1] > e[0]], strict=True):
+    ranges = [(a, b) for a, b in itertools.pairwise(edges) if b > a]
+    slices = [whole.rows(a, b) for a, b in ranges]
+    for piece, (a, b) in zip(slices, ranges, strict=True):
         same(piece, pack(array[a:b], scheme))  # rows are independent
     same(join_rows(slices), whole)
 

@@ -27,7 +27,13 @@ WeightRef = tuple[int, str, int, int]
 Callback = Callable[[int, int, int, int, int], None]
 """(address of x, address of y, rows, columns, position), both f32."""
 
-MATRIX_ROLES = {"embed": {"weight"}, "linear": {"weight"}, "mla": {"kv_b"}, "router": {"weight"}}
+MATRIX_ROLES = {
+    "moe_submit": {"gate_up", "down"},
+    "embed": {"weight"},
+    "linear": {"weight"},
+    "mla": {"kv_b"},
+    "router": {"weight"},
+}
 
 
 class Weights(Protocol):
@@ -42,8 +48,8 @@ class Weights(Protocol):
     def linear(self, node: Node) -> Any:
         """The native packed linear of a `linear` node that has tiles."""
 
-    def experts(self, module: str, executor: Any, slots: Sequence[int]) -> Any:
-        """The routed experts of a MoE block, ready for calls with each of `slots` experts a token."""
+    def experts(self, module: str, slots: Sequence[int]) -> Any:
+        """The packed experts of a MoE block: one `_runtime.Moe` for calls with each of `slots` experts a token."""
 
     def callback(self, module: str) -> Callback:
         """Hugging Face's code of a module."""
@@ -112,6 +118,7 @@ class GraphExecutor:
         verify(program)
         check_deferral(program, n_deferred, n_skipped)
         self.program, self.weights, self.pool = program, weights, pool
+        self._isa = isa
         self.context = min(program.context, context) if context else program.context
         self.chunk = min(chunk, self.context)
         threads = pool.threads if pool is not None else 1
@@ -128,28 +135,19 @@ class GraphExecutor:
             trivial=trivial,
             isa=isa,
         )
+        self._dense_scratch = runtime.DenseScratch()
         self._constants = {k: np.array(v, dtype=np.float32) for k, v in program.constants.items()}
         for node in program.nodes:
             self._add(node, n_deferred, n_skipped)
 
     def _add(self, node: Node, n_deferred: int | None, n_skipped: int) -> None:
         packed = "tiles" in node.weights
-        refs: dict[str, WeightRef] = {}
-        for role, name in node.weights.items() if not packed else ():
-            if name in self._constants:
-                vector = self._constants[name]
-                refs[role] = (vector.ctypes.data, "fp32", 1, vector.size)
-            elif role in MATRIX_ROLES.get(node.op, ()):
-                refs[role] = self.weights.matrix(name)
-            else:
-                refs[role] = self.weights.vector(name)
         experts = None
-        if node.op == "moe_submit":
-            top_k, last = int(node.params["top_k"]), bool(node.params["last"])
-            planned = int(node.params.get("n_deferred", 0))
-            later = 0 if last else (planned if n_deferred is None else n_deferred)
-            slots = [top_k] + ([top_k - later, later] if later else []) + ([top_k - n_skipped] if n_skipped else [])
-            experts = self.weights.experts(node.module, self.native, list(dict.fromkeys(slots)))
+        if node.op == "moe_submit" and node.weights:
+            experts = self._unpacked_experts(node)
+        elif node.op == "moe_submit":
+            experts = self.weights.experts(node.module, self._slots(node, n_deferred, n_skipped))
+        refs = {} if packed or node.op == "moe_submit" else {r: self._ref(node, r) for r in node.weights}
         self.native.add(
             node.op,
             node.name,
@@ -162,6 +160,32 @@ class GraphExecutor:
             experts=experts,
             callback=self.weights.callback(node.module) if node.op == "callback" else None,
         )
+
+    def _ref(self, node: Node, role: str) -> WeightRef:
+        name = node.weights[role]
+        if name in self._constants:
+            vector = self._constants[name]
+            return vector.ctypes.data, "fp32", 1, vector.size
+        return self.weights.matrix(name) if role in MATRIX_ROLES.get(node.op, ()) else self.weights.vector(name)
+
+    @staticmethod
+    def _slots(node: Node, n_deferred: int | None, n_skipped: int) -> list[int]:
+        """Experts a token of the calls that this layer makes: all, and what deferring or skipping leaves."""
+        top_k, last = int(node.params["top_k"]), bool(node.params["last"])
+        planned = int(node.params.get("n_deferred", 0))
+        later = 0 if last else (planned if n_deferred is None else n_deferred)
+        slots = [top_k] + ([top_k - later, later] if later else []) + ([top_k - n_skipped] if n_skipped else [])
+        return list(dict.fromkeys(slots))
+
+    def _unpacked_experts(self, node: Node) -> Any:
+        p = node.params
+        biased = [f"{r}_bias" for r in ("gate_up", "down") if f"{r}_bias" in node.weights]
+        options: dict[str, Any] = {k: int(p[k]) for k in ("experts", "top_k", "hidden", "intermediate", "activation")}
+        options |= {k: bool(p[k]) for k in ("transposed", "interleaved")}
+        options |= {k: p[k] for k in ("alpha", "limit")}
+        options |= {role: self._ref(node, role) for role in ("gate_up", "down")}
+        options |= {role: self._ref(node, role)[0] for role in biased}
+        return self.native.dense_experts(self._dense_scratch, isa=self._isa, **options)
 
     def step(
         self, ids: NDArray[np.int64], position: int, *, decode: bool = False, rows: int = 1

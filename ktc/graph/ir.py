@@ -56,7 +56,9 @@ OPERATORS: dict[str, Operator] = {
         (1, 1), 4, required=("hidden", "experts", "top_k", "score", "group_score"), weights=("weight",),
         optional_weights=("bias", "choice_bias"), scratch=3,
     ),
-    "moe_submit": Operator((3, 3), 0, required=("top_k", "last")),
+    "moe_submit": Operator(
+        (3, 3), 0, required=("top_k", "last"), optional_weights=("gate_up", "down", "gate_up_bias", "down_bias")
+    ),
     "moe_collect": Operator((0, 0), 1, required=("hidden",)),
     "last_rows": Operator((1, 1), 1, required=("cols",)),
     "divide": Operator((1, 1), 1, required=("cols", "divisor")),
@@ -98,7 +100,8 @@ class Node:
         inputs, outputs: buffer ids. `states`: state ids.
         params: numbers only, so that a node means the same in JSON, Python and C++.
         weights: role -> tensor name (module-tree name, or packed X.tiles and so on), or a constant's name.
-        module: for moe_submit and callback: the module whose experts or code run.
+        module: for moe_submit and callback: the module whose experts or code run. A moe_submit without weights runs
+            packed experts, one with weights the unpacked matrices of a block that no rule matched.
     """
 
     op: str

@@ -15,8 +15,12 @@ from ktc.graph.inventory import Inventory
 from ktc.graph.ir import LOGITS, Buffer, BufferType, Node, Program, Rows, State
 from ktc.graph.rotary import rotary_constants
 from ktc.graph.verify import verify
+from ktc.layout import Activation
+from ktc.models.registry import family_for
 
 ROPE_FREQUENCIES = "rope.inv_freq"
+ACTIVATIONS: tuple[Activation, ...] = ("silu_mul", "silu_clamp", "swiglu_oai")
+"""In the order of the native enumeration (runtime/src/graph/experts.h)."""
 MLA_NORM_EPS = 1e-6
 """q_a_layernorm and kv_a_layernorm ignore config.rms_norm_eps (their constructor's default)."""
 
@@ -31,7 +35,7 @@ def lower(config: Any, inventory: Inventory, callbacks: Collection[str] = ()) ->
         UnsupportedModelError: a value that the native operators cannot reproduce.
     """
     program = _Lowering(config, inventory, frozenset(callbacks)).run()
-    verify(program, inventory.names(), None)
+    verify(program, inventory.names(), inventory.moes)
     return program
 
 
@@ -247,7 +251,7 @@ class _Lowering:
             weights["bias"] = self.tensor(f"{gate}.bias")
         if r.choice_bias:
             weights["choice_bias"] = self.tensor(f"{module}.{r.choice_bias}")
-        params = {
+        params: dict[str, float] = {
             "hidden": self.hidden, "experts": experts, "top_k": top_k, "score": r.score, "group_score": r.group_score,
             "n_group": r.n_group, "topk_group": r.topk_group, "renormalise": int(r.renormalise),
             "renormalise_eps": r.renormalise_eps, "scale": r.scale,
@@ -263,14 +267,28 @@ class _Lowering:
         planned = plan.n_deferred_experts if plan is not None else 0
         # On the CPU device there is nothing to overlap with, so "auto" defers none.
         deferred = 0 if last or planned == "auto" else int(planned)
-        self.nodes.append(
-            Node("moe_submit", module, (x, expert_weights, expert_ids), params={
-                "top_k": top_k, "n_deferred": deferred, "last": int(last)}, module=module)
-        )  # fmt: skip
+        params = {"top_k": top_k, "n_deferred": deferred, "last": int(last)}
+        unpacked = {} if plan is not None else self.unpacked_experts(module, params)
+        inputs = (x, expert_weights, expert_ids)
+        self.nodes.append(Node("moe_submit", module, inputs, params=params, weights=unpacked, module=module))
         shared = self.shared(module, x, tag)
         routed = self.buffer(f"{tag}.routed", self.hidden)
         self.nodes.append(Node("moe_collect", module, (), (routed,), params={"hidden": self.hidden}))
         return (routed,) if shared is None else (routed, shared)
+
+    def unpacked_experts(self, module: str, params: dict[str, float]) -> dict[str, str]:
+        """Weights of a block that no rule matched, in the layout of Hugging Face's container; fills `params`."""
+        family = family_for(self.config)
+        shape = family.shape(self.config)
+        fused = [names for names in family.experts if names.gate_up == "experts.gate_up_proj"]
+        params |= {
+            "experts": shape.experts, "hidden": shape.hidden, "intermediate": shape.intermediate,
+            "activation": ACTIVATIONS.index(shape.activation), "alpha": shape.alpha, "limit": shape.limit,
+            "transposed": int(any(n.transposed for n in fused)), "interleaved": int(any(n.interleaved for n in fused)),
+        }  # fmt: skip
+        roles = {r: f"{module}.experts.{r}_proj" for r in ("gate_up", "down")}
+        weights = {role: self.tensor(name) for role, name in roles.items()}
+        return weights | {f"{r}_bias": self.tensor(f"{n}_bias") for r, n in roles.items() if self.has(f"{n}_bias")}
 
     def shared(self, module: str, x: int, tag: str) -> int | None:
         s = self.skeleton

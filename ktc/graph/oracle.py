@@ -13,7 +13,6 @@ import torch
 
 from ktc.graph.build import Callback, WeightRef
 from ktc.graph.ir import Node
-from ktc.models.registry import family_for
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -21,13 +20,10 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 class ModelWeights:
     """Pointers into a model's parameters; holds what it converted."""
 
-    def __init__(self, model: Any, runtime: Any = None) -> None:
-        if runtime is None:
-            from ktc import _runtime as runtime
-        self.model, self.runtime = model, runtime
+    def __init__(self, model: Any) -> None:
+        self.model = model
         self.tensors = {k: v.detach() for k, v in model.state_dict().items()}
         self._held: list[Any] = []
-        self._scratch = runtime.DenseScratch()
 
     def _ref(self, tensor: torch.Tensor) -> WeightRef:
         tensor = tensor.contiguous()
@@ -44,32 +40,8 @@ class ModelWeights:
     def linear(self, node: Node) -> Any:
         raise AssertionError("a model in memory has no packed linears")
 
-    def experts(self, module: str, executor: Any, slots: Sequence[int]) -> Any:
-        """Dense experts; they take any number of slots."""
-        shape = family_for(self.model.config).shape(self.model.config)
-        container = self.model.get_submodule(f"{module}.experts")
-        prefix = f"{module}.experts."
-
-        def bias(name: str) -> int:
-            key = f"{prefix}{name}_bias"
-            return self.vector(key)[0] if key in self.tensors else 0
-
-        return executor.dense_experts(
-            self._scratch,
-            experts=shape.experts,
-            top_k=shape.top_k,
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
-            activation=shape.activation,
-            alpha=shape.alpha,
-            limit=shape.limit,
-            gate_up=self.matrix(f"{prefix}gate_up_proj"),
-            down=self.matrix(f"{prefix}down_proj"),
-            transposed=container.is_transposed,
-            interleaved=not container.is_concatenated,
-            gate_up_bias=bias("gate_up_proj"),
-            down_bias=bias("down_proj"),
-        )
+    def experts(self, module: str, slots: Sequence[int]) -> Any:
+        raise AssertionError("a model in memory has no packed experts")
 
     def callback(self, module: str) -> Callback:
         return module_callback(self.model.get_submodule(module))

@@ -60,7 +60,7 @@ def verify(program: Program, tensors: Collection[str] | None = None, moes: Colle
 
     Args:
         tensors: names of the stored tensors (module-tree names and packed X.tiles, ...); None skips the check.
-        moes: MoE modules that have experts; None skips the check.
+        moes: MoE modules that have packed experts; None skips the check.
     Raises:
         ProgramError: the first fault found.
     """
@@ -110,7 +110,7 @@ def verify(program: Program, tensors: Collection[str] | None = None, moes: Colle
                 raise _fail(index, node, f"submits before {outstanding} is collected")
             if last_seen:
                 raise _fail(index, node, "follows the layer that is marked last: its deferred experts would be lost")
-            if moes is not None and node.module not in moes:
+            if moes is not None and not node.weights and node.module not in moes:
                 raise _fail(index, node, f"module {node.module} has no experts")
             outstanding, last_seen = node.module, bool(node.params["last"])
         elif node.op == "moe_collect":

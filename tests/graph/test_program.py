@@ -100,7 +100,7 @@ def test_verifier_names_what_is_wrong() -> None:
         (change(p, linear, params={"n": 24, "k": 65}), "not 65"),
         (change(p, mla, states=()), "wrong states"),
         (change(p, mla, outputs=p.nodes[mla].outputs[::-1]), "scratch where it should not be"),
-        (change(p, submit, module="model.layers.9.mlp"), "has no experts"),
+        (change(p, submit, module="model.layers.9.mlp", weights={}), "has no experts"),
         (change(p, submit, params={**last.params}), "follows the layer that is marked last"),
         (change(p, find(p, "moe_submit", 1), params={**last.params, "last": 0}), "no MoE layer is marked last"),
         (dataclasses.replace(p, nodes=(*nodes[:collect], *nodes[collect + 1 :])), r"before it is written|is collected"),

@@ -100,7 +100,7 @@ void step(Executor& e, const Ids& ids, int64_t position, bool decode, Logits& lo
 
 std::shared_ptr<graph::Experts> dense_experts(
     Executor& e, const std::shared_ptr<graph::DenseScratch>& scratch, int64_t experts, int64_t top_k,
-    int64_t hidden, int64_t intermediate, const std::string& activation, float alpha, float limit,
+    int64_t hidden, int64_t intermediate, int activation, float alpha, float limit,
     const WeightTuple& gate_up, const WeightTuple& down, bool transposed, bool interleaved,
     uintptr_t gate_up_bias, uintptr_t down_bias, const std::string& isa) {
   graph::DenseExpertsSpec s{};
@@ -109,9 +109,7 @@ std::shared_ptr<graph::Experts> dense_experts(
   s.hidden = hidden;
   s.intermediate = intermediate;
   s.max_rows = e.max_rows();
-  s.activation = activation == "silu_mul"     ? graph::Activation::kSiluMul
-                 : activation == "silu_clamp" ? graph::Activation::kSiluClamp
-                                              : graph::Activation::kSwigluOai;
+  s.activation = static_cast<graph::Activation>(activation);
   s.alpha = alpha;
   s.limit = limit;
   s.gate_up = reinterpret_cast<const void*>(std::get<0>(gate_up));

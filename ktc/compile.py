@@ -288,12 +288,26 @@ def _give_up(c: Compilation) -> None:
         c.journal.discard()
 
 
+def _add_graph(c: Compilation, out: emit.Emitter) -> None:
+    """The decode graph; a family or config without one runs on Hugging Face's modules, and that is said."""
+    from ktc.errors import UnsupportedModelError
+    from ktc.native.engine import PROGRAM_FILE, lower_bundle
+
+    try:
+        program = lower_bundle(c.checkpoint.config, c.plan)
+    except UnsupportedModelError as error:
+        c.say(f"no decode graph: {error.message}; this bundle runs on Hugging Face's modules, which is slower")
+        return
+    out.add(PROGRAM_FILE, manifest.canonical(program.to_json()), "graph")
+
+
 def _write_rest(c: Compilation) -> None:
     out = emit.Emitter(c.journal.bundle)
     for file, digest in c.journal.finished.items():
         out.list(file, digest, "experts" if file.startswith("weights/experts/") else "device")
     out.add("recipe.yaml", c.recipe.text.encode(), "recipe")
     out.add("plan.json", manifest.canonical(c.plan.to_json()), "plan")
+    _add_graph(c, out)
     for path, data in model_files(c.checkpoint.config, c.checkpoint.side_files).items():
         out.add(path, data, "licence" if path.startswith("LICENSES/") else "model")
     fields = {

@@ -1,0 +1,249 @@
+"""A bundle as a native model: open, judge, read the weights, build the executor. No torch, no transformers.
+
+`NativeModel` keeps the position and the caches of one sequence: `prefill` any number of tokens (in chunks
+of bounded scratch), `decode` one. Sampling and text are elsewhere (generate.py in this folder).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktc.errors import BuildError, BundleError, KtcError
+from ktc.graph.build import PREFILL_CHUNK, GraphExecutor
+from ktc.graph.ir import Program
+from ktc.native.weights import BundleWeights
+from ktc.progress import Progress, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from ktc.bundle.reader import Bundle
+
+PROGRAM_FILE = "graph/program.json"
+DEFAULT_CONTEXT = 8192
+"""Positions of the caches unless asked otherwise (the model's own limit may be larger, and so would its caches)."""
+
+
+@dataclass
+class NativeReport:
+    """What was loaded and what is worse than it could be; same role as the eager engine's LoadReport."""
+
+    bundle: str
+    variant: str
+    isa: str
+    threads: list[int]
+    weight_bytes: int = 0
+    huge_bytes: int = 0
+    arena_bytes: int = 0
+    cache_bytes: int = 0
+    context: int = 0
+    n_deferred: int | None = None
+    n_skipped: int = 0
+    seconds: float = 0.0
+    degraded: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        share = self.huge_bytes / self.weight_bytes if self.weight_bytes else 0.0
+        out = [
+            f"native graph: {format_bytes(self.weight_bytes)} of weights in {format_seconds(self.seconds)},"
+            f" {share:.0%} in huge pages; kernels {self.variant}, operators {self.isa},"
+            f" {sum(self.threads)} threads",
+            f"  caches {format_bytes(self.cache_bytes)} for {self.context} positions,"
+            f" scratch {format_bytes(self.arena_bytes)}",
+        ]
+        if self.n_deferred:
+            out.append(f"  {self.n_deferred} experts of each MoE layer are deferred while decoding")
+        if self.n_skipped:
+            out.append(f"  the {self.n_skipped} lowest experts of each MoE layer are skipped while decoding")
+        return out + [f"  degraded: {reason}" for reason in self.degraded]
+
+
+class NativeModel:
+    """One sequence on the native executor.
+
+    Attributes:
+        position: tokens in the caches; may be lowered to drop the newest ones.
+        context: positions that the caches have.
+        config, generation_config: plain attributes of the bundle's JSON files, as generation needs them.
+    """
+
+    def __init__(self, graph: GraphExecutor, config: dict[str, Any], generation: dict[str, Any] | None) -> None:
+        self.graph = graph
+        self.position = 0
+        self.context = graph.context
+        self.vocab = graph.program.vocab
+        self.raw_config = config
+        self.config = SimpleNamespace(**config)
+        self.config.max_position_embeddings = self.context
+        self.config.get_text_config = lambda: self.config
+        self.generation_config = SimpleNamespace(**generation) if generation is not None else None
+        self.ktc_report: NativeReport | None = None
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self.position = 0
+
+    def prefill(self, ids: Sequence[int], rows: int = 1) -> NDArray[np.float32]:
+        """Append tokens; logits of the last one, f32 [vocab] (or of the last `rows` of the last chunk, [rows, vocab]).
+
+        Raises:
+            KtcError: the context is full, or an id is outside the vocabulary; the caches are as before.
+        """
+        tokens = np.asarray(ids, dtype=np.int64)
+        if tokens.size == 0:
+            raise KtcError("no tokens to append")
+        self._check(tokens)
+        start, logits = self.position, None
+        try:
+            for begin in range(0, len(tokens), self.graph.chunk):
+                part = tokens[begin : begin + self.graph.chunk]
+                logits = self.graph.step(part, self.position, rows=min(rows, len(part)))
+                self.position += len(part)
+        except BaseException:
+            self.position = start
+            raise
+        assert logits is not None
+        return logits[0] if rows == 1 else logits
+
+    def decode(self, token: int) -> NDArray[np.float32]:
+        """Append one token in decode mode (Expert Deferral applies); f32 [vocab].
+
+        Raises:
+            KtcError: as `prefill`.
+        """
+        tokens = np.array([token], dtype=np.int64)
+        self._check(tokens)
+        logits = self.graph.step(tokens, self.position, decode=True)
+        self.position += 1
+        row: NDArray[np.float32] = logits[0]
+        return row
+
+    def _check(self, tokens: NDArray[np.int64]) -> None:
+        if self.position + len(tokens) > self.context:
+            raise KtcError(
+                f"context full: {self.position + len(tokens)} tokens, the caches hold {self.context}",
+                "shorten the prompt, or give --context a larger number",
+            )
+        if tokens.min() < 0 or tokens.max() >= self.vocab:
+            raise KtcError(f"token id {int(tokens.max())} is outside the vocabulary of {self.vocab}")
+
+
+def load_program(bundle: Bundle) -> Program:
+    """The bundle's decode graph; a bundle without one is lowered now, which needs transformers.
+
+    Raises:
+        UnsupportedModelError: the family has no decode graph. BundleError: the stored one is of another format.
+    """
+    if PROGRAM_FILE in bundle.files:
+        try:
+            return Program.from_json(json.loads(bundle.read(PROGRAM_FILE)))
+        except (ValueError, TypeError, KeyError) as error:
+            raise BundleError(f"{bundle.path / PROGRAM_FILE}: {error}", "compile the checkpoint again") from error
+    return lower_bundle(json.loads(bundle.read("model/config.json")), bundle.plan)
+
+
+def lower_bundle(config: dict[str, Any], plan: Any) -> Program:
+    """Raw config.json + plan -> Program. Imports transformers."""
+    from ktc.graph.inventory import Inventory
+    from ktc.graph.lower import lower
+    from ktc.models.registry import hf_config
+
+    return lower(hf_config(config), Inventory.from_plan(plan))
+
+
+def open_native(
+    path: str | Path,
+    *,
+    threads: int | None = None,
+    variant: str | None = None,
+    force_kernel: str = "",
+    emulate_nodes: bool = False,
+    strict: bool = False,
+    trust_sha256: Sequence[str] = (),
+    kernel_library: str | Path | None = None,
+    context: int | None = None,
+    chunk: int = PREFILL_CHUNK,
+    n_deferred: int | None = None,
+    n_skipped: int = 0,
+    isa: str = "",
+) -> NativeModel:
+    """Open a bundle for native replay.
+
+    Args:
+        path: the bundle; the options up to `kernel_library` are those of `ktc.load`.
+        context: positions of the caches; default: the model's, at most 8192.
+        chunk: tokens of one prefill step.
+        n_deferred: experts deferred per MoE layer while decoding; None = what the recipe says.
+        n_skipped: lowest experts dropped while decoding (for comparison).
+        isa: force the operators' instruction set.
+    Raises:
+        BundleError, BuildError, UnsupportedModelError, KtcError: see the parts.
+    """
+    started = time.perf_counter()
+    from ktc import _runtime
+    from ktc.bundle import kernel_for_host, open_bundle, verdict
+    from ktc.engine import pool as pools
+
+    bundle = open_bundle(path)
+    degraded = []
+    for part in verdict(bundle, emulate_nodes=emulate_nodes, trust_sha256=trust_sha256).parts:
+        if part.name == "kernels" and kernel_library is not None:
+            continue
+        if part.level in ("UNSUPPORTED", "NEEDS_REPACK"):
+            raise BundleError(f"{bundle.path}: {part.reason}", part.fix or None)
+        if part.level == "RUNS_SLOWER":
+            degraded.append(f"{part.reason}{f' ({part.fix})' if part.fix else ''}")
+    program = load_program(bundle)
+    library = Path(kernel_library) if kernel_library else kernel_for_host(bundle, variant, trust_sha256)
+    try:
+        lib = _runtime.KernelLib(str(library))
+    except RuntimeError as error:
+        raise BuildError(f"kernel library {library}: {error}") from error
+    placement = pools.place(_runtime.numa_nodes(), bundle.plan.nodes, threads, emulate_nodes)
+    pool = pools.get_pool(placement)
+    degraded += pool.warnings()
+    total = sum(ref.nbytes for ref in bundle.tensors.values())
+    try:
+        with Progress("load weights", total, "B") as progress:
+            weights = BundleWeights(bundle, program, lib, pool, force_kernel, progress)
+        graph = GraphExecutor(
+            program,
+            weights,
+            pool,
+            context=context or min(program.context, DEFAULT_CONTEXT),
+            chunk=chunk,
+            n_deferred=n_deferred,
+            n_skipped=n_skipped,
+            isa=isa,
+        )
+    except (RuntimeError, ValueError) as error:  # a kernel that the plan needs is not in the library
+        raise BuildError(f"{bundle.path}: {error}") from error
+    config = json.loads(bundle.read("model/config.json"))
+    name = "model/generation_config.json"
+    generation = json.loads(bundle.read(name)) if name in bundle.files else None
+    model = NativeModel(graph, config, generation)
+    model.ktc_report = NativeReport(
+        str(bundle.path),
+        lib.variant,
+        graph.native.isa,
+        [len(n) for n in placement],
+        weights.nbytes,
+        weights.huge_bytes(),
+        graph.arena_bytes,
+        graph.state_bytes,
+        graph.context,
+        n_deferred,
+        n_skipped,
+        time.perf_counter() - started,
+        degraded,
+    )
+    if strict and degraded:
+        raise KtcError("strict: " + "; ".join(degraded), "leave out --strict to run all the same")
+    return model

@@ -1,0 +1,206 @@
+"""A bundle's weights for the native executor: packed bytes and large matrices once, in huge pages; no torch.
+
+Matrices keep their stored data type (bf16 stays bf16, read by the operators); vectors are widened to fp32.
+Everything is read file by file, in order, by threads of the node that uses it (failures M1, M5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktc.errors import BundleError, KtcError
+from ktc.graph.build import MATRIX_ROLES, Callback, WeightRef
+from ktc.graph.ir import Node, Program
+from ktc.layout import round_up
+from ktc.plan.ir import MoePlan
+from ktc.progress import Progress, format_bytes
+
+if TYPE_CHECKING:
+    from ktc.bundle.reader import Bundle, TensorRef
+
+ALIGN = 64
+DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+_FIELDS = [f"{m}{part}" for m in ("gate_up", "down") for part in ("", "_scale", "_mult", "_bias")]
+Key = tuple[int | None, str]
+
+
+def widen(array: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """fp32 values of a stored tensor (bf16 as uint16), exactly."""
+    if dtype == "BF16":
+        return (np.asarray(array).astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(array).astype(np.float32)
+
+
+class BundleWeights:
+    """Implements `ktc.graph.build.Weights`. Reads on construction; holds the buffers."""
+
+    def __init__(
+        self, bundle: Bundle, program: Program, lib: Any, pool: Any, force: str = "", progress: Progress | None = None
+    ) -> None:
+        """
+        Raises:
+            KtcError: no memory; BundleError: a file cannot be read or a tensor is missing.
+        """
+        self.bundle, self.lib, self.pool, self.force = bundle, lib, pool, force
+        self.moes = {m.name: m.moe for m in bundle.plan.modules if m.moe is not None}
+        self.linears = {m.name: m.linear for m in bundle.plan.modules if m.linear is not None}
+        self.buffers: list[Any] = []
+        self._address: dict[Key, int] = {}
+        self._vectors: dict[str, NDArray[np.float32]] = {}
+        self._native: list[Any] = []
+        self._progress = progress
+        self._read_all(program)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(b.nbytes) for b in self.buffers)
+
+    def huge_bytes(self) -> int:
+        return sum(int(b.huge_bytes()) for b in self.buffers)
+
+    # ---- what the executor asks for -----------------------------------------------------------
+    def matrix(self, name: str) -> WeightRef:
+        ref = self._find((None, name))
+        if ref.dtype not in DTYPES:
+            raise BundleError(f"{ref.file}: {name} is {ref.dtype}, not a float matrix")
+        rows = ref.shape[0] if len(ref.shape) > 1 else 1
+        return self._address[None, name], DTYPES[ref.dtype], rows, int(np.prod(ref.shape)) // rows
+
+    def vector(self, name: str) -> WeightRef:
+        if name not in self._vectors:
+            ref = self._find((None, name))
+            if ref.dtype not in DTYPES:
+                raise BundleError(f"{ref.file}: {name} is {ref.dtype}, not a float vector")
+            self._vectors[name] = np.ascontiguousarray(widen(ref.array(), ref.dtype).reshape(-1))
+        vector = self._vectors[name]
+        return vector.ctypes.data, "fp32", 1, vector.size
+
+    def linear(self, node: Node) -> Any:
+        from ktc import _runtime
+
+        module = node.weights["tiles"].removesuffix(".tiles")
+        p = self.linears.get(module)
+        if p is None:
+            raise BundleError(f"{self.bundle.path}: the graph runs {module} on packed tiles, the plan does not")
+        at = [self._address[None, node.weights[r]] if r in node.weights else 0 for r in ("tiles", "scale", "mult", "bias")]
+        return _runtime.Linear(self.lib, self.pool, p.n, p.k, p.data_type, p.scale, p.group, *at, self.force)
+
+    def experts(self, module: str, slots: Sequence[int]) -> Any:
+        from ktc import _runtime
+
+        p = self.moes[module]
+        weights = [self._expert_addresses(module, p, node) for node in range(len(p.splits))]
+        made = [
+            _runtime.Moe(
+                self.lib,
+                self.pool,
+                experts=p.experts,
+                top_k=top_k,
+                hidden=p.hidden,
+                intermediate=p.intermediate,
+                activation=p.activation,
+                alpha=p.alpha,
+                limit=p.limit,
+                data_type=p.data_type,
+                scale=p.scale,
+                group=p.group,
+                splits=list(p.splits),
+                weights=weights,
+                force=self.force,
+            )
+            for top_k in slots
+        ]
+        self._native += made
+        return made
+
+    def callback(self, module: str) -> Callback:
+        raise KtcError(f"{module} needs Hugging Face's own code", "run with --graph off")
+
+    def report(self) -> list[dict[str, Any]]:
+        """Which kernels ran, per MoE object that was built."""
+        return [m.report() for m in self._native]
+
+    # ---- reading ------------------------------------------------------------------------------
+    def _find(self, key: Key) -> TensorRef:
+        ref = self.bundle.tensors.get(key)
+        if ref is None:
+            where = "on the device" if key[0] is None else f"on node {key[0]}"
+            raise BundleError(f"{self.bundle.path}: tensor {key[1]} is missing {where}", "compile the checkpoint again")
+        return ref
+
+    def _read_all(self, program: Program) -> None:
+        wanted: dict[Key, TensorRef] = {}
+        for node in program.nodes:
+            for role, name in node.weights.items():
+                if "tiles" in node.weights or role in MATRIX_ROLES.get(node.op, ()):
+                    wanted[None, name] = self._find((None, name))
+            if node.op == "moe_submit" and not node.weights:
+                prefix = f"{node.module}.experts."
+                wanted |= {key: ref for key, ref in self.bundle.tensors.items() if key[1].startswith(prefix)}
+        files: dict[tuple[int | None, Path], list[tuple[Key, TensorRef]]] = {}
+        for key, ref in wanted.items():
+            files.setdefault((key[0], ref.file), []).append((key, ref))
+        for (node_id, file), items in files.items():
+            self._read_file(file, -1 if node_id is None else node_id, sorted(items, key=lambda item: item[1].offset))
+
+    def _read_file(self, file: Path, node: int, items: list[tuple[Key, TensorRef]]) -> None:
+        """One buffer a file; neighbouring tensors are one read."""
+        from ktc import _runtime
+
+        spans: list[list[int]] = []  # [offset in the file, size, offset in the buffer]
+        total = 0
+        for key, ref in items:
+            if ref.offset % ALIGN:
+                raise BundleError(f"{file}: {key[1]} is not aligned to {ALIGN} bytes")
+            if spans and ref.offset == round_up(spans[-1][0] + spans[-1][1], ALIGN):
+                spans[-1][1] = ref.offset + ref.nbytes - spans[-1][0]
+            else:
+                spans.append([ref.offset, ref.nbytes, total])
+            total = spans[-1][2] + round_up(spans[-1][1], ALIGN)
+        try:
+            buffer = _runtime.HugeBuffer(total, node)
+        except (MemoryError, RuntimeError) as error:
+            raise KtcError(
+                f"no memory for {format_bytes(total)} of weights ({file.name}): {error}",
+                "close other programs, or compile with fewer bits per weight",
+            ) from error
+        self.buffers.append(buffer)
+        for offset, size, at in spans:
+            try:
+                buffer.read_file(str(file), offset, size, at, self.pool)
+            except RuntimeError as error:
+                hint = "ktc verify says whether the bundle is whole"
+                raise BundleError(f"cannot read weights: {error}", hint) from error
+            if self._progress is not None:
+                self._progress.update(size, file.name)
+        index = 0
+        for key, ref in items:
+            while ref.offset >= spans[index][0] + spans[index][1] and index + 1 < len(spans):
+                index += 1
+            offset, _, at = spans[index]
+            self._address[key] = int(buffer.ptr) + at + ref.offset - offset
+
+    def _expert_addresses(self, module: str, p: MoePlan, node: int) -> list[dict[str, int]]:
+        """Per expert the addresses that `_runtime.Moe` takes (0 = none); spans of experts may be split over files."""
+        prefix = f"{module}.experts."
+        experts: list[dict[str, int]] = [dict.fromkeys(_FIELDS, 0) for _ in range(p.experts)]
+        for (at, name), address in self._address.items():
+            if at != node or not name.startswith(prefix):
+                continue
+            ref = self.bundle.tensors[at, name]
+            span, matrix, part = name[len(prefix) :].split(".")
+            first, last = (int(n) for n in span.split("-"))
+            if not 0 <= first <= last < p.experts or ref.shape[0] != last - first + 1:
+                raise BundleError(f"{ref.file}: {name} does not hold experts {span} of {p.experts}")
+            stride = ref.nbytes // ref.shape[0]
+            for expert in range(first, last + 1):
+                experts[expert][matrix if part == "tiles" else f"{matrix}_{part}"] = address + (expert - first) * stride
+        missing = [e for e, entry in enumerate(experts) if not entry["gate_up"] or not entry["down"]]
+        if missing:
+            raise BundleError(f"{self.bundle.path}: {module} lacks experts {missing[:8]} on node {node}")
+        return experts

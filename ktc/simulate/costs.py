@@ -135,7 +135,8 @@ class _CpuCosts:
             return [1 / self.sockets] * self.sockets
         if len(moe.splits) != self.sockets:
             raise ProfileError(
-                f"the plan is split over {len(moe.splits)} NUMA nodes, the profile has {self.sockets} sockets",
+                f"the plan is split over {len(moe.splits)} NUMA node{'s' * (len(moe.splits) > 1)},"
+                f" the profile has {self.sockets} sockets",
                 f"make the plan for {self.sockets} nodes (ktc repack for a bundle), or use --numa unaware",
             )
         nbytes = [moe.node_bytes(node) for node in range(self.sockets)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ktc.errors import KtcError
+from ktc.errors import DiskError, KtcError
 from ktc.simulate.metrics import steady_window
 from ktc.simulate.report import lanes
 from ktc.simulate.schedule import DEVICE, HOST, LINK
@@ -31,6 +31,7 @@ def write_plot(sim: Simulation, path: Path) -> None:
 
     Raises:
         KtcError: matplotlib is not installed, or does not know the format.
+        DiskError: the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure
@@ -50,6 +51,8 @@ def write_plot(sim: Simulation, path: Path) -> None:
     figure.suptitle(f"{sim.plan.model_type}, {sim.plan.recipe}, on {sim.hardware.name} (simulated)", fontsize=10)
     try:
         figure.savefig(path)
+    except OSError as error:
+        raise DiskError(f"{path} cannot be written: {error.strerror}") from error
     except ValueError as error:
         raise KtcError(
             f"{path}: {' '.join(str(error).split())}", "use a name that ends in .svg, .png or .pdf"

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ktc.errors import DiskError
+
 
 @dataclass(frozen=True)
 class Span:
@@ -57,5 +59,12 @@ def chrome_trace(timelines: Mapping[str, Sequence[Span]], lanes: Iterable[str]) 
 
 
 def write_trace(path: Path, document: Mapping[str, Any]) -> None:
-    """Write the document; OSError if that fails."""
-    path.write_text(json.dumps(document, separators=(",", ":")) + "\n")
+    """Write the document.
+
+    Raises:
+        DiskError: that fails.
+    """
+    try:
+        path.write_text(json.dumps(document, separators=(",", ":")) + "\n")
+    except OSError as error:
+        raise DiskError(f"{path} cannot be written: {error.strerror}") from error

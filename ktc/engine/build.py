@@ -8,6 +8,7 @@ gives everything its weights. What this file is not: opening or judging a bundle
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,30 +51,54 @@ def replace_modules(model: nn.Module, plan: Plan, family: Family) -> None:
             set_module(model, planned.name, KtcEmbedding(old.weight.detach(), old.padding_idx))
 
 
-def fill(
-    model: nn.Module,
-    plan: Plan,
-    store: WeightStore,
-    lib: Any,
-    pool: Any,
-    force: str = "",
-    min_rows: Mapping[str, int] | None = None,
-) -> None:
-    """Give every module its weights.
+@dataclass
+class Kernels:
+    """What native operators are made with.
 
-    Args:
-        force, min_rows: the choice of kernels, as `_runtime.Moe` and `_runtime.Linear` take it.
+    Attributes:
+        force: part of a kernel's name that every operator must use, "" = free choice per call.
+        min_rows: kernel label -> rows below which another one is better (measured by `ktc tune`).
+        notes: wishes of the recipe that could not be met.
+    """
+
+    lib: Any
+    pool: Any
+    force: str = ""
+    min_rows: Mapping[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def options(self, backend: str = "auto", scheme: str = "") -> dict[str, Any]:
+        """Keywords for `_runtime.Moe` and `_runtime.Linear`; `backend` is the recipe's."""
+        force, label = self.force, _BACKEND_LABELS.get(backend)
+        if not force and label is not None:
+            wanted = f"{label}:{scheme}:"
+            if any(str(kernel["name"]).startswith(wanted) for kernel in self.lib.kernels()):
+                force = f"{label}:"
+            else:
+                note = (
+                    f"the recipe asks for backend {backend}; the {self.lib.variant} library has no such {scheme} kernel"
+                )
+                if note not in self.notes:
+                    self.notes.append(note)
+        return {"force": force, "min_rows": dict(self.min_rows)}
+
+
+# The hybrid backends and "auto" leave the choice to the runtime; "portable" is a matter of the library's variant.
+_BACKEND_LABELS = {"AMX": "amx", "AVX512": "avx512", "AVX2": "avx2"}
+
+
+def fill(model: nn.Module, plan: Plan, store: WeightStore, kernels: Kernels) -> None:
+    """Give every module its weights.
 
     Raises:
         BundleError: a tensor is missing, or something would stay without a value.
     """
-    choice = {"force": force, "min_rows": dict(min_rows or {})}
-    _fill_packed_linears(model, plan, store, lib, pool, choice)
+    _fill_packed_linears(model, plan, store, kernels)
     for planned in plan.modules:
         _fill_own(model.get_submodule(planned.name), planned, store)
     for planned in plan.moe_modules():
         assert planned.moe is not None
-        _fill_experts(model.get_submodule(planned.name), planned.name, planned.moe, store, lib, pool, choice)
+        _fill_experts(model.get_submodule(planned.name), planned.name, planned.moe, store, kernels)
     _tie(model, plan)
     _rebuild_buffers(model)
     for module in model.modules():
@@ -83,9 +108,7 @@ def fill(
     _check_complete(model)
 
 
-def _fill_packed_linears(
-    model: nn.Module, plan: Plan, store: WeightStore, lib: Any, pool: Any, choice: dict[str, Any]
-) -> None:
+def _fill_packed_linears(model: nn.Module, plan: Plan, store: WeightStore, kernels: Kernels) -> None:
     from ktc import _runtime
 
     linears = [m for m in plan.modules if m.linear is not None]
@@ -100,8 +123,8 @@ def _fill_packed_linears(
         assert p is not None
         at = {part: address[f"{planned.name}.{part}"] for part in _parts(planned)}
         native = _runtime.Linear(
-            lib,
-            pool,
+            kernels.lib,
+            kernels.pool,
             p.n,
             p.k,
             p.data_type,
@@ -111,7 +134,7 @@ def _fill_packed_linears(
             at.get("scale", 0),
             at.get("mult", 0),
             at.get("bias", 0),
-            **choice,
+            **kernels.options(),
         )
         module = model.get_submodule(planned.name)
         assert isinstance(module, KtcLinear)
@@ -153,17 +176,15 @@ def set_tensor(module: nn.Module, key: str, value: Tensor) -> None:
         )
 
 
-def _fill_experts(
-    module: nn.Module, name: str, moe: MoePlan, store: WeightStore, lib: Any, pool: Any, choice: dict[str, Any]
-) -> None:
+def _fill_experts(module: nn.Module, name: str, moe: MoePlan, store: WeightStore, kernels: Kernels) -> None:
     from ktc import _runtime
 
     assert isinstance(module, KtcFusedMoE)
     weights = [expert_addresses(store, name, moe, node) for node in range(len(moe.splits))]
     module.attach(
         _runtime.Moe(
-            lib,
-            pool,
+            kernels.lib,
+            kernels.pool,
             experts=moe.experts,
             top_k=moe.top_k,
             hidden=moe.hidden,
@@ -176,7 +197,7 @@ def _fill_experts(
             group=moe.group,
             splits=list(moe.splits),
             weights=weights,
-            **choice,
+            **kernels.options(moe.backend, str(moe.scheme)),
         )
     )
 

@@ -33,7 +33,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Ids of a plain prompt, with the special tokens (BOS) that the tokenizer itself adds."""
-    return [int(i) for i in tokenizer(text)["input_ids"]]
+    return [int(i) for i in tokenizer(text, verbose=False)["input_ids"]]  # generate.py checks the length
 
 
 def has_chat_template(tokenizer: Any) -> bool:

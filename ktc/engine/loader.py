@@ -19,6 +19,8 @@ from ktc.progress import Progress
 
 if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle
+    from ktc.engine.build import Kernels
+    from ktc.engine.weights import WeightStore
 
 
 def load(
@@ -54,7 +56,10 @@ def load(
     opened, degraded = _open(bundle, emulate_nodes, trust_sha256, own_kernels=kernel_library is not None)
     from ktc import _runtime
     from ktc.codegen.variants import runnable
+    from ktc.engine.build import Kernels
+    from ktc.engine.report import LoadReport, describe
     from ktc.host import this_host
+    from ktc.perf.tuning import load as load_tuning
 
     placement = pools.place(_runtime.numa_nodes(), opened.plan.nodes, threads, emulate_nodes)
     lib = _kernels(opened, variant, trust_sha256, kernel_library)
@@ -63,19 +68,16 @@ def load(
         degraded.append(f"{lib.variant} kernels, but this CPU runs {best}")
     pool = pools.get_pool(placement)
     started = time.perf_counter()
-    from ktc.perf.tuning import load as load_tuning
-
     tuning = load_tuning()
-    model, store = _build(opened, lib, pool, force_kernel, tuning.min_rows, check_memory)
-
-    from ktc.engine.report import LoadReport, describe
+    kernels = Kernels(lib, pool, force_kernel, tuning.min_rows)
+    model, store = _build(opened, kernels, bind=not emulate_nodes, check_memory=check_memory)
 
     report = LoadReport(str(opened.path), lib.variant, force_kernel, [len(n) for n in placement])
     report.weight_bytes, report.huge_bytes = store.nbytes, store.huge_bytes()
     report.layers = describe(opened.plan, lib)
     report.tuning = str(tuning)
     report.seconds = time.perf_counter() - started
-    report.degraded = degraded = degraded + pool.warnings()
+    report.degraded = degraded = degraded + kernels.notes + pool.warnings()
     if strict and degraded:
         raise KtcError("strict: " + "; ".join(degraded), "leave out --strict to run all the same")
     model.ktc_report = report
@@ -114,9 +116,7 @@ def _kernels(bundle: Bundle, variant: str | None, trust_sha256: Sequence[str], o
         raise BuildError(f"kernel library {path}: {error}") from error
 
 
-def _build(
-    bundle: Bundle, lib: Any, pool: Any, force_kernel: str, min_rows: dict[str, int], check_memory: bool
-) -> tuple[Any, Any]:
+def _build(bundle: Bundle, kernels: Kernels, bind: bool, check_memory: bool) -> tuple[Any, WeightStore]:
     import torch
 
     from ktc.engine import build
@@ -130,22 +130,20 @@ def _build(
     family = family_for(config)
     model = meta_model(config)
     build.replace_modules(model, bundle.plan, family)
-    weights = {key: ref for key, ref in bundle.tensors.items() if "/goldens" not in str(ref.file)}
-    total = sum(ref.nbytes for ref in weights.values())
+    weights = [ref for ref in bundle.tensors.values() if ref.file.name != "goldens.safetensors"]
+    total = sum(ref.nbytes for ref in weights)
     if check_memory:
-        refuse_too_large(total)
+        widened = sum(m.nbytes for m in bundle.plan.modules if m.operator not in ("embedding", "linear"))
+        refuse_too_large(total + widened)  # what torch computes with is widened from 16 bits to fp32
     with Progress("load weights", total, "B") as progress:
-        store = WeightStore(bundle, pool, progress)
+        store = WeightStore(bundle, kernels.pool, progress, bind)
         try:
-            build.fill(model, bundle.plan, store, lib, pool, force_kernel, min_rows)
-        except (
-            RuntimeError,
-            ValueError,
-        ) as error:  # the library lacks a kernel that the plan needs, or `force_kernel` names none
+            build.fill(model, bundle.plan, store, kernels)
+        except (RuntimeError, ValueError) as error:  # the library lacks a kernel that is needed, or forced
             raise BuildError(f"{bundle.path}: {error}") from error
     model.config.dtype = torch.float32
     single_threaded(model)
-    lane = Lane(pool.threads)
+    lane = Lane(kernels.pool.threads)
     for module in model.modules():
         if isinstance(module, KtcMLAAttention):
             module.lane = lane

@@ -36,7 +36,7 @@ def perplexity(model: Any, tokenizer: Any, text: str, window: int = 512) -> Perp
     """
     import torch
 
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # longer than the context is fine
     bos = getattr(tokenizer, "bos_token_id", None)
     if len(ids) < 2:
         raise KtcError("the text has fewer than two tokens")

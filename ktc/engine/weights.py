@@ -33,10 +33,14 @@ _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U
 
 
 class WeightStore:
-    """Buffers of one loaded bundle; whoever holds pointers into them must hold the store."""
+    """Buffers of one loaded bundle; whoever holds pointers into them must hold the store.
 
-    def __init__(self, bundle: Bundle, pool: Any, progress: Progress | None = None) -> None:
-        self.bundle, self.pool = bundle, pool
+    Args:
+        bind: place a node's weights on that NUMA node (not where nodes are emulated).
+    """
+
+    def __init__(self, bundle: Bundle, pool: Any, progress: Progress | None = None, bind: bool = True) -> None:
+        self.bundle, self.pool, self.bind = bundle, pool, bind
         self.buffers: list[Any] = []
         self._progress = progress
 
@@ -65,6 +69,7 @@ class WeightStore:
         Raises:
             KtcError: no memory; BundleError: a file cannot be read.
         """
+        node = node if self.bind and self.bundle.nodes > 1 else -1  # one node: its threads may be anywhere
         by_file: dict[Path, list[tuple[Key, TensorRef]]] = {}
         for key, ref in wanted:
             by_file.setdefault(ref.file, []).append((key, ref))

@@ -217,3 +217,24 @@ def test_a_loaded_model_is_fp32_and_frozen(own) -> None:
     embedding = own.get_input_embeddings()
     assert embedding.weight.dtype == torch.bfloat16 and embedding(torch.tensor([3])).dtype == torch.float32
     assert np.isfinite(own(random_ids(1, 3)).logits.numpy()).all()
+
+
+@torch.no_grad()
+def test_the_recipes_backend_is_obeyed_or_said(checkpoint, library, best_variant, tmp_path) -> None:
+    from ktc.compile import compile_checkpoint
+
+    if best_variant != "amx":
+        pytest.skip("needs a library with two kernels per spec")
+    recipe = tmp_path / "avx512.yaml"
+    recipe.write_text(
+        "version: 1\nname: avx512\nrules:\n  - match: {role: moe}\n    replace:\n      class: ktc.FusedMoE\n"
+        "      kwargs: {backend: AVX512, data_type: int8, group: channel}\n"
+    )
+    out = tmp_path / "avx512.ktc"
+    compile_checkpoint(checkpoint("olmoe"), recipe, out, variants=(), jobs=1)
+    model = ktc.load(out, kernel_library=library("amx"))
+    model(random_ids(1, 40))
+    used = model.get_submodule("model.layers.0.mlp").native.report()["kernels"]
+    assert used and all(name.startswith("avx512:") for name in used) and not model.ktc_report.degraded
+    portable = ktc.load(out, kernel_library=library("portable"))
+    assert "backend AVX512" in portable.ktc_report.degraded[0]

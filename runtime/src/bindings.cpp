@@ -28,12 +28,16 @@ int64_t pack_matrix(uintptr_t src, const std::string& src_dtype, const RowMap& r
   if (rows.ndim() != 1) throw std::invalid_argument("rows must have one dimension");
   if (k < 1) throw std::invalid_argument("k must be at least 1");
   const ktc::Scheme scheme = ktc::Scheme::from_names(data_type, scale, group);
-  const ktc::PackSource source{reinterpret_cast<const void*>(src), source_type(src_dtype), rows.data(),
-                               rows.shape(0),                      k,                      ld,
+  const ktc::PackSource source{reinterpret_cast<const void*>(src),
+                               source_type(src_dtype),
+                               rows.data(),
+                               rows.shape(0),
+                               k,
+                               ld,
                                col_stride};
   py::gil_scoped_release release;
-  return ktc::pack_matrix(source, scheme, reinterpret_cast<uint8_t*>(out_tiles), reinterpret_cast<float*>(out_scale),
-                          reinterpret_cast<uint8_t*>(out_mult));
+  return ktc::pack_matrix(source, scheme, reinterpret_cast<uint8_t*>(out_tiles),
+                          reinterpret_cast<float*>(out_scale), reinterpret_cast<uint8_t*>(out_mult));
 }
 
 void unpack_matrix(uintptr_t tiles, uintptr_t scale_ptr, uintptr_t mult, int64_t n_pad, int64_t k_pad,
@@ -41,7 +45,8 @@ void unpack_matrix(uintptr_t tiles, uintptr_t scale_ptr, uintptr_t mult, int64_t
   const ktc::Scheme scheme = ktc::Scheme::from_names(data_type, scale, group);
   py::gil_scoped_release release;
   ktc::unpack_matrix(reinterpret_cast<const uint8_t*>(tiles), reinterpret_cast<const float*>(scale_ptr),
-                     reinterpret_cast<const uint8_t*>(mult), n_pad, k_pad, scheme, reinterpret_cast<float*>(out_f32));
+                     reinterpret_cast<const uint8_t*>(mult), n_pad, k_pad, scheme,
+                     reinterpret_cast<float*>(out_f32));
 }
 
 }  // namespace
@@ -55,10 +60,10 @@ PYBIND11_MODULE(_runtime, m) {
     for (ktc::NumaNode& node : ktc::numa_nodes()) nodes.push_back(std::move(node.cpus));
     return nodes;
   });
-  m.def("pack_matrix", &pack_matrix, "src"_a, "src_dtype"_a, "rows"_a, "k"_a, "ld"_a, "col_stride"_a, "data_type"_a,
-        "scale"_a, "group"_a, "out_tiles"_a, "out_scale"_a, "out_mult"_a);
-  m.def("unpack_matrix", &unpack_matrix, "tiles"_a, "scale_ptr"_a, "mult"_a, "n_pad"_a, "k_pad"_a, "data_type"_a,
-        "scale"_a, "group"_a, "out_f32"_a);
+  m.def("pack_matrix", &pack_matrix, "src"_a, "src_dtype"_a, "rows"_a, "k"_a, "ld"_a, "col_stride"_a,
+        "data_type"_a, "scale"_a, "group"_a, "out_tiles"_a, "out_scale"_a, "out_mult"_a);
+  m.def("unpack_matrix", &unpack_matrix, "tiles"_a, "scale_ptr"_a, "mult"_a, "n_pad"_a, "k_pad"_a,
+        "data_type"_a, "scale"_a, "group"_a, "out_f32"_a);
   ktc::bind_run(m);
   ktc::bind_limits(m);
   ktc::bind_graph(m);

@@ -70,7 +70,8 @@ void read_chunk(void* context, const Task& task) {
   while (at < end) {
     const ssize_t got = pread(r.fd, r.dst + at, end - at, r.file_offset + at);
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0) throw read_error(*r.path, r.file_offset + at, std::string("read failed: ") + std::strerror(errno));
+    if (got < 0)
+      throw read_error(*r.path, r.file_offset + at, std::string("read failed: ") + std::strerror(errno));
     if (got == 0) throw read_error(*r.path, r.file_offset + at, "file ends too early");
     at += got;
   }
@@ -87,8 +88,9 @@ HugeBuffer::HugeBuffer(int64_t nbytes, int node) : nbytes_(nbytes), node_(node) 
 void HugeBuffer::read_file(const std::string& path, int64_t file_offset, int64_t nbytes, int64_t dst_offset,
                            Pool& pool) {
   if (nbytes < 0 || file_offset < 0 || dst_offset < 0 || nbytes > nbytes_ - dst_offset)
-    throw std::invalid_argument("read of " + std::to_string(nbytes) + " bytes at " + std::to_string(dst_offset) +
-                                " does not fit a buffer of " + std::to_string(nbytes_));
+    throw std::invalid_argument("read of " + std::to_string(nbytes) + " bytes at " +
+                                std::to_string(dst_offset) + " does not fit a buffer of " +
+                                std::to_string(nbytes_));
   if (!bind_warning_.empty()) pool.warn(bind_warning_);
   const File file(path);
   if (file.fd() < 0) throw read_error(path, file_offset, std::string("cannot open: ") + std::strerror(errno));
@@ -104,7 +106,9 @@ void HugeBuffer::read_file(const std::string& path, int64_t file_offset, int64_t
     const int nodes = pool.nodes();
     for (int i = 0; i < nodes; ++i) {
       std::pair<int64_t, int64_t> range{chunks * i / nodes, chunks * (i + 1) / nodes};
-      if (node_ >= 0) range = i == node_ % nodes ? std::make_pair<int64_t>(0, int64_t{chunks}) : std::pair<int64_t, int64_t>{0, 0};
+      if (node_ >= 0)
+        range = i == node_ % nodes ? std::make_pair<int64_t>(0, int64_t{chunks})
+                                   : std::pair<int64_t, int64_t>{0, 0};
       read.ranges.push_back(range);
       job->set_tasks(phase, i, range.second - range.first);
     }

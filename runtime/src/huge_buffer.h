@@ -20,7 +20,8 @@ class HugeBuffer {
 
   // Parallel pread into [dst_offset, dst_offset + nbytes). Throws std::runtime_error naming the file
   // and the offset for a short read or an I/O error.
-  void read_file(const std::string& path, int64_t file_offset, int64_t nbytes, int64_t dst_offset, Pool& pool);
+  void read_file(const std::string& path, int64_t file_offset, int64_t nbytes, int64_t dst_offset,
+                 Pool& pool);
 
   // Bytes of this buffer in huge pages now, from /proc/self/smaps.
   int64_t huge_bytes() const;

@@ -24,7 +24,8 @@ int Job::add_phase(TaskFunction run, void* context) {
       phases[p].run = phases_[p].run;
       phases[p].context = phases_[p].context;
       phases[p].serial = phases_[p].serial;
-      phases[p].remaining.store(phases_[p].remaining.load(std::memory_order_relaxed), std::memory_order_relaxed);
+      phases[p].remaining.store(phases_[p].remaining.load(std::memory_order_relaxed),
+                                std::memory_order_relaxed);
     }
     for (int i = 0; i < count_ * nodes_; ++i) counters[i].count = counters_[i].count;
     phases_ = std::move(phases);

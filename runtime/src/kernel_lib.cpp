@@ -132,16 +132,6 @@ void check_kernel(int status, const char* kernel) {
                            std::to_string(status) + ")");
 }
 
-const char* format_name(int format) {
-  constexpr const char* names[] = {"fp32", "bf16", "int8", "int4"};
-  return format >= 0 && format < 4 ? names[format] : "unknown";
-}
-
-const char* scale_name(int scale) {
-  constexpr const char* names[] = {"none", "channel", "group", "integer"};
-  return scale >= 0 && scale < 4 ? names[scale] : "unknown";
-}
-
 const char* epilogue_name(int epilogue) {
   constexpr const char* names[] = {"store", "scatter_add", "silu_mul", "silu_clamp", "swiglu_oai"};
   return epilogue >= 0 && epilogue < 5 ? names[epilogue] : "unknown";

@@ -67,8 +67,6 @@ class KernelChoice {
 // Turns a kernel's status into an exception.
 void check_kernel(int status, const char* kernel);
 
-const char* format_name(int format);
-const char* scale_name(int scale);
 const char* epilogue_name(int epilogue);
 
 }  // namespace ktc

@@ -92,18 +92,25 @@ void integer_words(const int8_t* q, int64_t k_pad, bool int4, uint32_t* words) {
 
 }  // namespace
 
+const char* format_name(int format) {
+  constexpr const char* names[] = {"fp32", "bf16", "int8", "int4"};
+  return format >= 0 && format < 4 ? names[format] : "unknown";
+}
+
+const char* scale_name(int scale) {
+  constexpr const char* names[] = {"none", "channel", "group", "integer"};
+  return scale >= 0 && scale < 4 ? names[scale] : "unknown";
+}
+
 Scheme Scheme::from_names(const std::string& data_type, const std::string& scale, int64_t group) {
+  int format = 0, mode = 0;
+  while (format < 4 && data_type != format_name(format)) ++format;
+  while (mode < 4 && scale != scale_name(mode)) ++mode;
+  if (format == 4) throw std::invalid_argument("unknown data type '" + data_type + "'");
+  if (mode == 4) throw std::invalid_argument("unknown scale mode '" + scale + "'");
   Scheme s;
-  if (data_type == "fp32") s.format = KTC_FP32;
-  else if (data_type == "bf16") s.format = KTC_BF16;
-  else if (data_type == "int8") s.format = KTC_INT8;
-  else if (data_type == "int4") s.format = KTC_INT4;
-  else throw std::invalid_argument("unknown data type '" + data_type + "'");
-  if (scale == "none") s.scale = KTC_SCALE_NONE;
-  else if (scale == "channel") s.scale = KTC_SCALE_CHANNEL;
-  else if (scale == "group") s.scale = KTC_SCALE_GROUP;
-  else if (scale == "integer") s.scale = KTC_SCALE_INTEGER;
-  else throw std::invalid_argument("unknown scale mode '" + scale + "'");
+  s.format = static_cast<ktc_format>(format);
+  s.scale = static_cast<ktc_scale>(mode);
   s.group = group;
 
   const bool grouped = s.scale == KTC_SCALE_GROUP || s.scale == KTC_SCALE_INTEGER;
@@ -117,7 +124,8 @@ Scheme Scheme::from_names(const std::string& data_type, const std::string& scale
   return s;
 }
 
-int64_t pack_matrix(const PackSource& source, const Scheme& scheme, uint8_t* tiles, float* scale, uint8_t* mult) {
+int64_t pack_matrix(const PackSource& source, const Scheme& scheme, uint8_t* tiles, float* scale,
+                    uint8_t* mult) {
   if (source.n_pad % kBlockRows != 0) throw std::invalid_argument("stored rows are not a multiple of 32");
   const StrictFloat strict;
   const int64_t k_pad = round_up(source.k, 64);
@@ -159,10 +167,12 @@ int64_t pack_matrix(const PackSource& source, const Scheme& scheme, uint8_t* til
     for (int64_t r = 0; r < kBlockRows; ++r) {
       std::memcpy(x.data(), bits.data() + r * k_pad, k_pad * sizeof(float));
       int8_t* q_row = q.data() + r * k_pad;
-      if (scheme.format == KTC_INT8) quantize_int8(x.data(), k_pad, scheme.group, q_row, row_scale.data());
+      if (scheme.format == KTC_INT8)
+        quantize_int8(x.data(), k_pad, scheme.group, q_row, row_scale.data());
       else if (scheme.scale == KTC_SCALE_GROUP)
         quantize_int4_group(x.data(), k_pad, scheme.group, q_row, row_scale.data());
-      else integer_scale(x.data(), k_pad, scheme.group, q_row, row_scale.data(), row_mult.data());
+      else
+        integer_scale(x.data(), k_pad, scheme.group, q_row, row_scale.data(), row_mult.data());
       // Grouped arrays are [block][group][32].
       if (scheme.scale == KTC_SCALE_GROUP) {
         for (int64_t g = 0; g < groups; ++g) scale[first * groups + g * kBlockRows + r] = row_scale[g];
@@ -185,8 +195,8 @@ int64_t pack_matrix(const PackSource& source, const Scheme& scheme, uint8_t* til
   return first_bad;
 }
 
-void unpack_matrix(const uint8_t* tiles, const float* scale, const uint8_t* mult, int64_t n_pad, int64_t k_pad,
-                   const Scheme& scheme, float* out) {
+void unpack_matrix(const uint8_t* tiles, const float* scale, const uint8_t* mult, int64_t n_pad,
+                   int64_t k_pad, const Scheme& scheme, float* out) {
   if (n_pad % kBlockRows != 0 || k_pad % 64 != 0) throw std::invalid_argument("n_pad or k_pad is not padded");
   const StrictFloat strict;
   const int64_t groups = scheme.groups(k_pad);
@@ -208,8 +218,10 @@ void unpack_matrix(const uint8_t* tiles, const float* scale, const uint8_t* mult
         w = bits_float(bf16_to_bits(h));
       } else {
         int q = word[j];
-        if (scheme.format == KTC_INT8) q -= 128;
-        else q = (in_block < 16 ? (q & 15) : (q >> 4)) - 8;
+        if (scheme.format == KTC_INT8)
+          q -= 128;
+        else
+          q = (in_block < 16 ? (q & 15) : (q >> 4)) - 8;
         const int64_t g = scheme.group > 0 ? k / scheme.group : 0;
         const int64_t at = block * groups * kBlockRows + g * kBlockRows + in_block;
         if (scheme.scale == KTC_SCALE_INTEGER) q *= mult[at];

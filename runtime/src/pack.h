@@ -8,6 +8,10 @@
 
 namespace ktc {
 
+// As in recipes and plans.
+const char* format_name(int format);
+const char* scale_name(int scale);
+
 enum class SourceType { kFp32, kBf16, kFp16 };
 
 // How a matrix is stored; `from_names` checks that the combination exists.
@@ -48,10 +52,11 @@ constexpr int64_t round_up(int64_t v, int64_t multiple) { return (v + multiple -
 // Writes tiles, scale and mult (those that the scheme has). fp32 and bf16 keep NaN and infinity; the
 // integer formats treat them as 0. Returns the flat index row * k + column (source rows) of the
 // first one in stored order, or -1.
-int64_t pack_matrix(const PackSource& source, const Scheme& scheme, uint8_t* tiles, float* scale, uint8_t* mult);
+int64_t pack_matrix(const PackSource& source, const Scheme& scheme, uint8_t* tiles, float* scale,
+                    uint8_t* mult);
 
 // out [n_pad, k_pad], dequantised, in stored row order.
-void unpack_matrix(const uint8_t* tiles, const float* scale, const uint8_t* mult, int64_t n_pad, int64_t k_pad,
-                   const Scheme& scheme, float* out);
+void unpack_matrix(const uint8_t* tiles, const float* scale, const uint8_t* mult, int64_t n_pad,
+                   int64_t k_pad, const Scheme& scheme, float* out);
 
 }  // namespace ktc

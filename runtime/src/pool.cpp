@@ -75,8 +75,8 @@ void Pool::start_workers(bool pin) {
     if (!pin) continue;
     const int rc = pin_thread(slot.thread, slot.cpu);
     if (rc != 0)
-      warn("cannot pin a worker of node " + std::to_string(slot.node) + " to CPU " + std::to_string(slot.cpu) +
-           ": " + std::strerror(rc) + "; it runs unpinned");
+      warn("cannot pin a worker of node " + std::to_string(slot.node) + " to CPU " +
+           std::to_string(slot.cpu) + ": " + std::strerror(rc) + "; it runs unpinned");
   }
   pthread_sigmask(SIG_SETMASK, &old, nullptr);
   if (error != 0) {

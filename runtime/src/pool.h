@@ -47,7 +47,7 @@ class Pool {
 
  private:
   struct alignas(64) Slot {
-    int index = 0;            // within its node
+    int index = 0;  // within its node
     int node = 0;
     int cpu = -1;
     Pool* pool = nullptr;

@@ -13,7 +13,7 @@ constexpr float kTiny = 0x1p-100f;
 
 // int4, float scales: scale = signed amax / divisor, for each divisor. Below 8 the largest weights clip.
 constexpr int kGroupCandidates = 12;
-alignas(16) constexpr float kGroupDivisors[kGroupCandidates] = {5.5f, 6.0f, 6.4f, 6.8f, 7.2f, 7.6f,
+alignas(16) constexpr float kGroupDivisors[kGroupCandidates] = {5.5f, 6.0f, 6.4f, 6.8f, 7.2f,  7.6f,
                                                                 8.0f, 8.4f, 8.9f, 9.5f, 10.2f, 11.0f};
 
 // int4, integer scales: channel scale = row amax / (16 * divisor) for each divisor, and for each group
@@ -94,7 +94,8 @@ struct StepTable {
 };
 
 // The multiplier of least squared error for one group under each channel scale.
-void best_multipliers(const float* x, int64_t n, float amax, const StepTable* tables, float* error, uint8_t* mult) {
+void best_multipliers(const float* x, int64_t n, float amax, const StepTable* tables, float* error,
+                      uint8_t* mult) {
   constexpr int kVectors = kMultCandidates / 4;
   int first[kChannelCandidates];
   __m128 inv[kChannelCandidates][kVectors], acc[kChannelCandidates][kVectors];
@@ -119,7 +120,8 @@ void best_multipliers(const float* x, int64_t n, float amax, const StepTable* ta
   for (int c = 0; c < kChannelCandidates; ++c) {
     alignas(16) float errors[kMultCandidates];
     for (int v = 0; v < kVectors; ++v)
-      _mm_store_ps(errors + 4 * v, _mm_mul_ps(acc[c][v], _mm_loadu_ps(tables[c].square + first[c] - 1 + 4 * v)));
+      _mm_store_ps(errors + 4 * v,
+                   _mm_mul_ps(acc[c][v], _mm_loadu_ps(tables[c].square + first[c] - 1 + 4 * v)));
     int best = 0;
     for (int j = 1; j < kMultCandidates; ++j) best = errors[j] < errors[best] ? j : best;
     error[c] = errors[best];
@@ -193,7 +195,8 @@ void IntegerScaleQuantizer::operator()(const float* x, int64_t k_pad, int64_t gr
   }
 
   const float unit = row_amax / (16.0f * kChannelDivisors[0]);
-  const StepTable tables[kChannelCandidates] = {{unit, unit}, {row_amax / (16.0f * kChannelDivisors[1]), unit}};
+  const StepTable tables[kChannelCandidates] = {{unit, unit},
+                                                {row_amax / (16.0f * kChannelDivisors[1]), unit}};
   float total[kChannelCandidates] = {};
   mult_.resize(groups * kChannelCandidates);
   for (int64_t g = 0; g < groups; ++g) {

@@ -33,15 +33,15 @@ uint16_t to_bf16(float f) {
 
 constexpr int64_t step_k(int format) { return format == KTC_FP32 ? 16 : format == KTC_BF16 ? 32 : 64; }
 
-uint8_t *act_cell(const ktc_act &act, int format, int64_t k_pad, int64_t m, int64_t k) {
+uint8_t* act_cell(const ktc_act& act, int format, int64_t k_pad, int64_t m, int64_t k) {
   const int64_t steps = k_pad / step_k(format);
-  uint8_t *row = act.tiles + ((m / 16) * steps + k / step_k(format)) * 1024 + (m % 16) * 64;
+  uint8_t* row = act.tiles + ((m / 16) * steps + k / step_k(format)) * 1024 + (m % 16) * 64;
   return row + k % step_k(format) * (64 / step_k(format));
 }
 
 template <int Format>
-float act_value(const ktc_act &act, int64_t k_pad, int64_t m, int64_t k) {
-  const uint8_t *cell = act_cell(act, Format, k_pad, m, k);
+float act_value(const ktc_act& act, int64_t k_pad, int64_t m, int64_t k) {
+  const uint8_t* cell = act_cell(act, Format, k_pad, m, k);
   if (Format == KTC_FP32) {
     float f;
     std::memcpy(&f, cell, 4);
@@ -57,11 +57,11 @@ float act_value(const ktc_act &act, int64_t k_pad, int64_t m, int64_t k) {
 
 // Row n of block `b` (0..31): the stored element, integers without their offset.
 template <int Format>
-float weight_value(const uint8_t *tiles, int64_t k_pad, int64_t b, int64_t n, int64_t k) {
+float weight_value(const uint8_t* tiles, int64_t k_pad, int64_t b, int64_t n, int64_t k) {
   constexpr int64_t step = step_k(Format), per_word = step / 16, halves = Format == KTC_INT4 ? 1 : 2;
   const int64_t h = Format == KTC_INT4 ? 0 : n / 16;
   const int64_t s = k / step, r = k % step / per_word, c = n % 16, j = k % per_word;
-  const uint8_t *word = tiles + ((b * (k_pad / step) + s) * halves + h) * 1024 + r * 64 + c * 4;
+  const uint8_t* word = tiles + ((b * (k_pad / step) + s) * halves + h) * 1024 + r * 64 + c * 4;
   if (Format == KTC_FP32) {
     float f;
     std::memcpy(&f, word, 4);
@@ -77,7 +77,7 @@ float weight_value(const uint8_t *tiles, int64_t k_pad, int64_t b, int64_t n, in
 }
 
 template <int Format, int Scale, int Group>
-float dot(const ktc_gemm_args &a, int64_t m, int64_t b, int64_t n) {
+float dot(const ktc_gemm_args& a, int64_t m, int64_t b, int64_t n) {
   if (Format == KTC_FP32 || Format == KTC_BF16) {
     float y = 0;
     for (int64_t k = 0; k < a.k; ++k)
@@ -102,22 +102,25 @@ float dot(const ktc_gemm_args &a, int64_t m, int64_t b, int64_t n) {
     if (Scale == KTC_SCALE_CHANNEL) sum = a.act.sums[m];
     acc -= 128 * sum;
     const int64_t at = b * groups * 32 + g * 32 + n;
-    if (Scale == KTC_SCALE_GROUP) y += a.weight.scale[at] * static_cast<float>(acc);
-    else total += Scale == KTC_SCALE_INTEGER ? acc * a.weight.mult[at] : acc;
+    if (Scale == KTC_SCALE_GROUP)
+      y += a.weight.scale[at] * static_cast<float>(acc);
+    else
+      total += Scale == KTC_SCALE_INTEGER ? acc * a.weight.mult[at] : acc;
   }
   if (Scale != KTC_SCALE_GROUP) y = a.weight.scale[b * 32 + n] * static_cast<float>(total);
   return y * a.act.scale[m];
 }
 
-void raise_amax(float *amax, float h) {
+void raise_amax(float* amax, float h) {
   uint32_t bits;
   h = std::fabs(h);
   if (!(h <= 3.4028235e38f)) h = kNan;
   std::memcpy(&bits, &h, 4);
-  auto *word = reinterpret_cast<uint32_t *>(amax);
+  auto* word = reinterpret_cast<uint32_t*>(amax);
   uint32_t old = __atomic_load_n(word, __ATOMIC_RELAXED);
   // Non-negative floats order like their bits, and a NaN is above them all.
-  while (old < bits && !__atomic_compare_exchange_n(word, &old, bits, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  while (old < bits &&
+         !__atomic_compare_exchange_n(word, &old, bits, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
 }
 
@@ -131,8 +134,8 @@ float gated(int epilogue, float gate, float up, float alpha, float limit) {
 }
 
 template <int Format, int Scale, int Group, int Epilogue>
-int gemm(const ktc_gemm_args *args) {
-  const ktc_gemm_args &a = *args;
+int gemm(const ktc_gemm_args* args) {
+  const ktc_gemm_args& a = *args;
   if (a.struct_size < sizeof(ktc_gemm_args) || a.m_begin % 16 != 0 || a.k % 64 != 0) return KTC_ERR_ARGS;
   if (a.act_alpha == kFailOnRequest) return KTC_ERR_UNSUPPORTED;
   const auto bias = [&](int64_t b, int64_t n) { return a.weight.bias ? a.weight.bias[b * 32 + n] : 0.0f; };
@@ -143,8 +146,10 @@ int gemm(const ktc_gemm_args *args) {
           const int64_t column = 32 * b + c;
           if (column >= a.n_out) break;
           const float y = dot<Format, Scale, Group>(a, m, b, c) + bias(b, c);
-          if (Epilogue == KTC_STORE) a.out[m * a.ld_out + column] = y;
-          else a.out[a.row_index[m] * a.ld_out + column] += a.row_weight[m] * y;
+          if (Epilogue == KTC_STORE)
+            a.out[m * a.ld_out + column] = y;
+          else
+            a.out[a.row_index[m] * a.ld_out + column] += a.row_weight[m] * y;
         } else {
           const int64_t column = 16 * b + c;
           if (c == 16 || column >= a.n_out) break;
@@ -161,12 +166,12 @@ int gemm(const ktc_gemm_args *args) {
 }
 
 template <int Format, int Group>
-int quantize(const ktc_quant_args *args) {
-  const ktc_quant_args &a = *args;
+int quantize(const ktc_quant_args* args) {
+  const ktc_quant_args& a = *args;
   if (a.struct_size < sizeof(ktc_quant_args) || a.k % 64 != 0 || a.copies < 1) return KTC_ERR_ARGS;
   const int64_t width = Group ? Group : a.k, groups = (a.k + width - 1) / width;
   for (int64_t m = a.m_begin; m < a.m_end; ++m) {
-    const float *x = a.x + m * a.ld_x;
+    const float* x = a.x + m * a.ld_x;
     for (int64_t copy = 0; copy < a.copies; ++copy) {
       const int64_t dst = a.dst_row ? a.dst_row[m * a.copies + copy] : m * a.copies + copy;
       if (dst < 0) continue;
@@ -184,7 +189,7 @@ int quantize(const ktc_quant_args *args) {
       }
       for (int64_t k = 0; k < a.k; ++k) {
         const float v = k < a.k_valid ? x[k] : 0.0f;
-        uint8_t *cell = act_cell(a.act, Format, a.k, dst, k);
+        uint8_t* cell = act_cell(a.act, Format, a.k, dst, k);
         if (Format == KTC_FP32) {
           std::memcpy(cell, &v, 4);
         } else if (Format == KTC_BF16) {
@@ -208,10 +213,19 @@ ktc_gemm_kernel table[512];
 uint32_t table_size = 0;
 
 template <int Format, int Scale, int Group, int Epilogue>
-void add(const char *name, int min_rows) {
-  table[table_size++] = {sizeof(ktc_gemm_kernel), Format, Scale, Epilogue, Group, min_rows, 0, 4096,
+void add(const char* name, int min_rows) {
+  table[table_size++] = {sizeof(ktc_gemm_kernel),
+                         Format,
+                         Scale,
+                         Epilogue,
+                         Group,
+                         min_rows,
+                         0,
+                         4096,
                          &gemm<Format, Scale, Group, Epilogue>,
-                         &quantize<Format, Scale == KTC_SCALE_GROUP ? Group : 0>, name};
+                         &quantize < Format,
+                         Scale == KTC_SCALE_GROUP ? Group : 0 >,
+                         name};
 }
 
 template <int Format, int Scale, int Group>
@@ -240,13 +254,22 @@ ktc_kernel_lib make_lib() {
   add_all<KTC_INT4, KTC_SCALE_GROUP, 128>();
   add_all<KTC_INT4, KTC_SCALE_INTEGER, 16>();
   add_all<KTC_INT4, KTC_SCALE_INTEGER, 64>();
-  return {sizeof(ktc_kernel_lib), KTC_ABI_VERSION, KTC_LAYOUT_VERSION, table_size, table, "reference", "sse2", "0",
-          &on_thread_init, &on_thread_fini};
+  return {sizeof(ktc_kernel_lib),
+          KTC_ABI_VERSION,
+          KTC_LAYOUT_VERSION,
+          table_size,
+          table,
+          "reference",
+          "sse2",
+          "0",
+          &on_thread_init,
+          &on_thread_fini};
 }
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) const ktc_kernel_lib *ktc_kernel_query(uint32_t abi_version) {
+extern "C" __attribute__((visibility("default"))) const ktc_kernel_lib* ktc_kernel_query(
+    uint32_t abi_version) {
   static const ktc_kernel_lib lib = make_lib();
   return abi_version == KTC_ABI_VERSION ? &lib : nullptr;
 }

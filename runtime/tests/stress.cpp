@@ -1,0 +1,218 @@
+// Pool, Linear and Moe under sanitizers: many callers, failing tasks, every schedule, buffers, early exits.
+//
+// Built and run by `make asan` and `make tsan` with tests/runtime/reference_lib.cpp as the kernel library. It
+// checks that results are equal for all pools and that errors arrive; what the results should be is the
+// business of tests/runtime.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "huge_buffer.h"
+#include "kernel_lib.h"
+#include "linear.h"
+#include "moe.h"
+#include "pool.h"
+
+namespace {
+
+constexpr int64_t kExperts = 5, kTopK = 2, kHidden = 64, kIntermediate = 128;
+constexpr float kFailOnRequest = -12345.0f;
+
+void require(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "stress: %s\n", what);
+  std::exit(1);
+}
+
+std::shared_ptr<ktc::Pool> make_pool(const std::vector<std::vector<int>>& nodes) {
+  return std::make_shared<ktc::Pool>(nodes, false);
+}
+
+// fp32 tiles: the packed bytes are the weights themselves, so random floats are a matrix.
+class Weights {
+ public:
+  Weights(int64_t n, int64_t k, uint32_t seed) : memory_(n * k * 4) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal(0.0f, 0.1f);
+    auto* values = reinterpret_cast<float*>(memory_.data());
+    for (int64_t i = 0; i < n * k; ++i) values[i] = normal(random);
+  }
+  ktc_weight get(int64_t offset = 0) const { return {memory_.data() + offset, nullptr, nullptr, nullptr}; }
+
+ private:
+  ktc::Mapping memory_;
+};
+
+struct Routed {
+  std::vector<float> x, weights;
+  std::vector<int64_t> ids;
+  int64_t tokens;
+
+  Routed(int64_t t, uint32_t seed) : x(t * kHidden), weights(t * kTopK), ids(t * kTopK), tokens(t) {
+    std::mt19937 random(seed);
+    for (float& v : x) v = static_cast<float>(random() % 1000) / 500.0f - 1.0f;
+    for (float& v : weights) v = static_cast<float>(random() % 100) / 100.0f;
+    for (int64_t& id : ids) id = random() % kExperts;
+  }
+};
+
+class Layer {
+ public:
+  Layer() {
+    for (int64_t e = 0; e < kExperts; ++e) {
+      gate_up_.emplace_back(2 * kIntermediate, kHidden, 2 * e);
+      down_.emplace_back(kHidden, kIntermediate, 2 * e + 1);
+    }
+  }
+
+  std::shared_ptr<ktc::Moe> build(std::shared_ptr<ktc::KernelLib> lib, std::shared_ptr<ktc::Pool> pool,
+                                  ktc::Schedule schedule, float alpha = 0.0f) const {
+    ktc::MoeOptions o;
+    o.experts = kExperts;
+    o.top_k = kTopK;
+    o.hidden = kHidden;
+    o.intermediate = kIntermediate;
+    o.alpha = alpha;
+    o.schedule = schedule;
+    o.scheme = ktc::Scheme::from_names("fp32", "none", 0);
+    for (int n = 0; n < pool->nodes(); ++n) {
+      ktc::MoeNode node;
+      node.begin = kIntermediate / pool->nodes() * n;
+      node.end = kIntermediate / pool->nodes() * (n + 1);
+      for (int64_t e = 0; e < kExperts; ++e) {
+        // A node's part of gate_up is contiguous. Any bytes do as its part of down, if they stay the same.
+        node.gate_up.push_back(gate_up_[e].get(2 * node.begin * kHidden * 4));
+        node.down.push_back(down_[e].get(node.begin * kHidden * 4));
+      }
+      o.nodes.push_back(std::move(node));
+    }
+    return std::make_shared<ktc::Moe>(std::move(lib), std::move(pool), std::move(o));
+  }
+
+ private:
+  std::vector<Weights> gate_up_, down_;
+};
+
+std::vector<float> forward(ktc::Moe& moe, const Routed& r) {
+  std::vector<float> out(r.tokens * kHidden, -1.0f);
+  moe.forward(r.x.data(), kHidden, r.tokens, r.ids.data(), r.weights.data(), out.data(), kHidden);
+  return out;
+}
+
+std::vector<float> collect(ktc::Moe& moe, int64_t ticket, int64_t tokens) {
+  std::vector<float> out(tokens * kHidden, -1.0f);
+  moe.collect(ticket, out.data(), kHidden);
+  return out;
+}
+
+int64_t submit(ktc::Moe& moe, const Routed& r) {
+  return moe.submit(r.x.data(), kHidden, r.tokens, r.ids.data(), r.weights.data());
+}
+
+// Callers share a pool and a layer, each with its own rows; some calls fail, some tickets are dropped.
+void callers(const std::shared_ptr<ktc::KernelLib>& lib, const Layer& layer,
+             const std::vector<std::vector<int>>& nodes, ktc::Schedule schedule, int rounds) {
+  const auto pool = make_pool(nodes);
+  const auto shared = layer.build(lib, pool, schedule);
+  const auto fails = layer.build(lib, pool, schedule, kFailOnRequest);
+  std::vector<std::thread> threads;
+  for (uint32_t seed = 0; seed < 3; ++seed) {
+    threads.emplace_back([&, seed] {
+      const Routed few(1 + seed, seed), many(5 + 2 * seed, 10 + seed);
+      const std::vector<float> want_few = forward(*shared, few), want_many = forward(*shared, many);
+      for (int i = 0; i < rounds; ++i) {
+        const int64_t a = submit(*shared, few), b = submit(*shared, many);
+        require(forward(*shared, many) == want_many, "forward differs");
+        require(collect(*shared, b, many.tokens) == want_many, "second ticket differs");
+        require(collect(*shared, a, few.tokens) == want_few, "first ticket differs");
+        const int64_t bad = submit(*fails, few);
+        bool thrown = false;
+        try {
+          collect(*fails, bad, few.tokens);
+        } catch (const std::runtime_error&) {
+          thrown = true;
+        }
+        require(thrown, "a failing kernel went unnoticed");
+        const auto own = layer.build(lib, pool, schedule);
+        submit(*own, few);  // dropped
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+}
+
+void same_bits(const std::shared_ptr<ktc::KernelLib>& lib, const Layer& layer) {
+  for (size_t count = 1; count <= 2; ++count) {
+    std::vector<float> first;
+    const Routed r(18, 5);
+    for (size_t threads : {1, 2, 5}) {
+      for (ktc::Schedule schedule : {ktc::Schedule::kDynamic, ktc::Schedule::kStatic}) {
+        const auto pool = make_pool(std::vector<std::vector<int>>(count, std::vector<int>(threads, 0)));
+        const std::vector<float> out = forward(*layer.build(lib, pool, schedule), r);
+        if (first.empty()) first = out;
+        require(out == first, "bits depend on threads or schedule");
+      }
+    }
+  }
+}
+
+void linears(const std::shared_ptr<ktc::KernelLib>& lib, int rounds) {
+  const auto pool = make_pool({{0, 1, 0}});
+  const Weights weights(96, 128, 3);
+  ktc::Linear linear(lib, pool, 90, 128, ktc::Scheme::from_names("fp32", "none", 0), weights.get(), "");
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&, t] {
+      const int64_t m = 1 + 20 * t;
+      const std::vector<float> x(m * 128, 0.5f);
+      std::vector<float> want(m * 90), got(m * 90);
+      linear.forward(x.data(), 128, m, want.data(), 90);
+      for (int i = 0; i < rounds; ++i) {
+        linear.forward(x.data(), 128, m, got.data(), 90);
+        require(got == want, "linear differs");
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+}
+
+void buffers(const char* file) {
+  const auto pool = make_pool({{0, 1}, {0}});
+  for (int node = -1; node < 2; ++node) {
+    ktc::HugeBuffer buffer(20 << 20, node);
+    buffer.read_file(file, 0, 4096, 100, *pool);
+    require(std::memcmp(buffer.data() + 100, "\177ELF", 4) == 0, "read_file read something else");
+    bool thrown = false;
+    try {
+      buffer.read_file(file, 0, 20 << 20, 0, *pool);
+    } catch (const std::runtime_error&) {
+      thrown = true;
+    }
+    require(thrown, "a short file went unnoticed");
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string library = argc > 1 ? argv[1] : std::string(argv[0]) + ".lib.so";
+  const int rounds = argc > 2 ? std::atoi(argv[2]) : 10;
+  const auto lib = std::make_shared<ktc::KernelLib>(library);
+  const Layer layer;
+  same_bits(lib, layer);
+  for (ktc::Schedule schedule : {ktc::Schedule::kDynamic, ktc::Schedule::kStatic}) {
+    callers(lib, layer, {{0}}, schedule, rounds);
+    callers(lib, layer, {{0, 1}}, schedule, rounds);
+    callers(lib, layer, {{0, 1, 0}, {1, 0}}, schedule, rounds);
+  }
+  linears(lib, 5 * rounds);
+  buffers(library.c_str());
+  for (int i = 0; i < 100; ++i) make_pool({{0, 1, 0, 1}});
+  std::puts("stress: ok");
+  return 0;
+}

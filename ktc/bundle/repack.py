@@ -156,7 +156,7 @@ def _finish(
     for file, digest in journal.finished.items():
         out.list(file, digest, "experts" if file.startswith("weights/experts/") else "device")
     for file, entry in bundle.files.items():
-        if entry["role"] in ("recipe", "model", "licence"):
+        if entry["role"] in ("recipe", "model", "licence", "graph"):
             out.add(file, bundle.read(file), entry["role"])
     out.add("plan.json", manifest.canonical(plan.to_json()), "plan")
     old = bundle.manifest

@@ -87,7 +87,9 @@ class BundleWeights:
         p = self.linears.get(module)
         if p is None:
             raise BundleError(f"{self.bundle.path}: the graph runs {module} on packed tiles, the plan does not")
-        at = [self._address[None, node.weights[r]] if r in node.weights else 0 for r in ("tiles", "scale", "mult", "bias")]
+        at = [
+            self._address[None, node.weights[r]] if r in node.weights else 0 for r in ("tiles", "scale", "mult", "bias")
+        ]
         return _runtime.Linear(self.lib, self.pool, p.n, p.k, p.data_type, p.scale, p.group, *at, self.force)
 
     def experts(self, module: str, slots: Sequence[int]) -> Any:

@@ -1,0 +1,53 @@
+"""Text from a native model: the engine's own generator over `NativeModel` instead of a Hugging Face model.
+
+Sampling, streaming, stop strings and limits are ktc/engine/generate.py; only the steps differ.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from ktc.engine.generate import TextGenerator
+from ktc.graph.build import PREFILL_CHUNK
+from ktc.native.engine import NativeModel
+
+
+class NativeGenerator(TextGenerator):
+    """`TextGenerator` with the caches of a `NativeModel`; prompts reuse what they share with the last one."""
+
+    def __init__(self, model: NativeModel, tokenizer: Any, prefill_chunk: int = PREFILL_CHUNK) -> None:
+        super().__init__(model, tokenizer, prefill_chunk)
+        self.native = model
+        self.context = model.context
+
+    def reset(self) -> None:
+        super().reset()
+        self.native.reset()
+
+    def _prefill(self, prompt: list[int], interrupted: threading.Event) -> tuple[int, Any]:
+        reused = self._reuse(prompt)
+        logits = None
+        for begin in range(reused, len(prompt), self.prefill_chunk):
+            if interrupted.is_set():
+                return reused, None
+            part = prompt[begin : begin + self.prefill_chunk]
+            logits = self.native.prefill(part)
+            self._cached.extend(part)
+        return reused, logits
+
+    def _reuse(self, prompt: list[int]) -> int:
+        """Go back to the common beginning; newer positions of the caches are overwritten."""
+        common = 0
+        for old, new in zip(self._cached[: self.native.position], prompt[:-1], strict=False):
+            if old != new:
+                break
+            common += 1
+        self._cached = self._cached[:common]
+        self.native.position = common
+        return common
+
+    def _step(self, tokens: list[int]) -> Any:
+        logits = self.native.decode(tokens[0])
+        self._cached.extend(tokens)
+        return logits

@@ -117,6 +117,8 @@ class Journal:
         return lines
 
     def _recheck(self, lines: list[dict[str, Any]]) -> None:
+        if not lines:
+            return
         with Progress("check", sum(int(entry["size"]) for entry in lines), "B") as progress:
             for entry in lines:
                 name, path = str(entry["file"]), self.bundle / str(entry["file"])

@@ -26,7 +26,6 @@ from ktc.progress import verbosity
 COMMANDS: dict[str, tuple[str, str]] = {
     "compile": ("ktc.cli.compile_cmd:command", "Compile a Hugging Face checkpoint into a bundle."),
     "plan": ("ktc.cli.plan_cmd:command", "Show what every module becomes under a recipe; needs only config.json."),
-    "simulate": ("ktc.cli.simulate_cmd:command", "Predict the speed of a plan on a machine that a profile describes."),
     "run": ("ktc.cli.run_cmd:command", "Generate text from a bundle, or chat with it."),
     "bench": ("ktc.cli.bench_cmd:command", "Measure a bundle's speed, or the expert kernels'."),
     "tune": ("ktc.cli.tune_cmd:command", "Measure where AMX beats AVX-512 on this machine, and remember it."),
@@ -34,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verify": ("ktc.cli.verify_cmd:command", "Check a bundle's hashes, then its golden outputs on this machine."),
     "doctor": ("ktc.cli.doctor_cmd:command", "Show what this machine has: CPU, memory, compiler, packages."),
     "repack": ("ktc.cli.repack_cmd:command", "Move a bundle to another number of NUMA nodes."),
+    "simulate": ("ktc.cli.simulate_cmd:command", "Predict the speed of a plan on a machine that a profile describes."),
 }
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 WEIGHT_SIGMA = 0.02
 DISTINCT = 2
 _MIN_WORKING_SET = 256 << 20
+_MAX_LAYERS = 64
+"""A toy shape would need thousands of layers to be cold, each with buffers of its own; it is measured warm instead."""
 
 
 class Contestant(Protocol):
@@ -113,7 +115,7 @@ def relative_error(out: NDArray[np.float32], ref: NDArray[np.float32]) -> float:
 def layers_for(layer_bytes: float, working_set: int | None = None) -> int:
     """How many layers keep a strictly cyclic use of all experts out of the caches: twice the last-level cache."""
     wanted = max(_MIN_WORKING_SET, 2 * l3_bytes()) if working_set is None else working_set
-    return max(1, -(-wanted // int(max(1, layer_bytes))))
+    return min(_MAX_LAYERS, max(1, -(-wanted // int(max(1, layer_bytes)))))
 
 
 def splits_for(shape: MoeShape, scheme: QuantScheme, nodes: int) -> list[tuple[int, int]]:

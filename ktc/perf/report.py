@@ -65,11 +65,11 @@ def render_breakdown(breakdown: Breakdown, form: str) -> str:
     if form == "csv":
         return _csv(list(data[0]) if data else [], [list(r.values()) for r in data])
     parts = [_about(breakdown.about), _limits(breakdown.limits)]
-    header = ["tokens", "loads", "step", "kernel", "scheduling", "numa", "ms", "x first", "x floor"]
+    header = ["shape", "tokens", "loads", "step", "kernel", "scheduling", "numa", "ms", "x first", "x floor"]
     for title, kind in (("Steps of the paper", "step"), ("Choice of kernel", "kernel")):
         body = [
             [
-                str(r.tokens), r.loads, r.step, r.kernel, r.scheduling, r.numa, f"{r.ms:.3g}", f"{r.speedup:.2f}",
+                r.shape, str(r.tokens), r.loads, r.step, r.kernel, r.scheduling, r.numa, f"{r.ms:.3g}", f"{r.speedup:.2f}",
                 f"{r.x_floor:.2f}",
             ]
             for r in breakdown.rows

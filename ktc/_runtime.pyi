@@ -43,7 +43,8 @@ def unpack_matrix(
 # ---- kernel libraries ---------------------------------------------------------------------------
 class KernelLib:
     def __init__(self, path: str) -> None:
-        """dlopen(RTLD_LOCAL), query, check ABI and layout version. RuntimeError with the reason."""
+        """dlopen(RTLD_LOCAL), query, check ABI, layout version and CPU features (asks for AMX permission where
+        the library needs it). RuntimeError with the reason."""
 
     variant: str
     source_key: str
@@ -88,7 +89,7 @@ class ReadProbe:
     def __init__(self, nbytes: int, huge: bool) -> None: ...
     nbytes: int
     def sample(self, cpus: Sequence[int]) -> float:
-        """Bytes/s of one pass, divided over one pinned thread per cpu."""
+        """Bytes/s of reading the next 64 MB per thread, one pinned thread per cpu; goes round the buffer."""
 
 # ---- operators ----------------------------------------------------------------------------------
 class Linear:
@@ -145,5 +146,9 @@ class Moe:
     def collect(self, ticket: int, out: int, ld_out: int) -> None:
         """Wait for that ticket and write out f32 [T, H]. An exception in a worker is raised here."""
     def forward(self, x: int, ld_x: int, tokens: int, ids: int, weights: int, out: int, ld_out: int) -> None: ...
-    def scratch_bytes(self, tokens: int) -> int: ...
+    def scratch_bytes(self, tokens: int) -> int:
+        """Scratch of one submitted call: work for at most chunk_tokens tokens, plus staging of all of them."""
+
+    chunk_tokens: int
+    """Tokens worked on at once; longer calls go through in chunks, so that scratch is bounded."""
     def report(self) -> dict[str, object]: ...

@@ -6,6 +6,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "cpu.h"
+
 namespace ktc {
 namespace {
 
@@ -47,6 +49,7 @@ KernelLib::KernelLib(const std::string& path) : path_(path) {
     throw load_error(path, "reads tile layout " + std::to_string(lib_->layout_version) +
                                ", this runtime has " + std::to_string(KTC_LAYOUT_VERSION) + "; rebuild it");
   if (lib_->kernel_count == 0 || lib_->kernels == nullptr) throw load_error(path, "holds no kernels");
+  check_machine();
   // A later minor revision of the library may have longer records.
   const uint32_t stride = lib_->kernels->struct_size;
   if (stride < sizeof(ktc_gemm_kernel)) throw load_error(path, "has kernel records that are too short");
@@ -56,6 +59,18 @@ KernelLib::KernelLib(const std::string& path) : path_(path) {
     if (kernel->gemm == nullptr || kernel->quantize == nullptr || kernel->name == nullptr)
       throw load_error(path, "kernel record " + std::to_string(i) + " is incomplete");
     kernels_.push_back(kernel);
+  }
+}
+
+// The choice of a variant is made before loading; this is the last fence against an illegal instruction.
+void KernelLib::check_machine() const {
+  const std::vector<std::string> here = cpu_features();
+  for (const std::string& feature : required_features()) {
+    if (!std::binary_search(here.begin(), here.end(), feature))
+      throw load_error(path_, "needs the CPU feature " + feature + ", which this machine does not offer");
+    if (feature != "amx_tile") continue;
+    const auto [granted, reason] = amx_permission();
+    if (!granted) throw load_error(path_, "needs AMX tiles: " + reason);
   }
 }
 

@@ -14,8 +14,9 @@ namespace ktc {
 
 class KernelLib {
  public:
-  // Throws std::runtime_error naming the file and the reason. The library stays loaded for the
-  // life of the process: worker threads may hold its per-thread state.
+  // Throws std::runtime_error naming the file and the reason: not a library, another ABI or layout, or
+  // instructions that this machine lacks. Asks for AMX permission where it is needed. The library stays
+  // loaded for the life of the process: worker threads may hold its per-thread state.
   explicit KernelLib(const std::string& path);
 
   const ktc_kernel_lib* raw() const { return lib_; }
@@ -24,6 +25,8 @@ class KernelLib {
   std::vector<std::string> required_features() const;
 
  private:
+  void check_machine() const;
+
   std::string path_;
   const ktc_kernel_lib* lib_ = nullptr;
   std::vector<const ktc_gemm_kernel*> kernels_;

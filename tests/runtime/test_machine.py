@@ -53,7 +53,7 @@ STUB = """
 static int gemm(const ktc_gemm_args *) { return KTC_OK; }
 static int quantize(const ktc_quant_args *) { return KTC_OK; }
 static const ktc_gemm_kernel kernel = {sizeof(ktc_gemm_kernel), 0, 0, 0, 0, 0, 0, 0, &gemm, &quantize, "stub"};
-static const ktc_kernel_lib lib = {sizeof(ktc_kernel_lib), ABI, LAYOUT, COUNT, &kernel, "stub", "", "", 0, 0};
+static const ktc_kernel_lib lib = {sizeof(ktc_kernel_lib), ABI, LAYOUT, COUNT, &kernel, "stub", NEEDS, "", 0, 0};
 extern "C" const ktc_kernel_lib *NAME(uint32_t) { return ANSWER; }
 """
 
@@ -66,15 +66,24 @@ extern "C" const ktc_kernel_lib *NAME(uint32_t) { return ANSWER; }
         ({"ABI": "2"}, "has kernel ABI 2"),
         ({"LAYOUT": "7"}, "reads tile layout 7"),
         ({"COUNT": "0"}, "holds no kernels"),
+        ({"NEEDS": '"sse2 avx1024"'}, "needs the CPU feature avx1024"),
     ],
 )
-def test_i4_wrong_library_is_refused(
+def test_i4_s14_wrong_library_is_refused(
     tmp_path: Path, compile_lib: Callable[..., Path], change: dict[str, str], message: str
 ) -> None:
-    """failures.md I4: a versioned ABI, checked before use."""
+    """failures.md I4: a versioned ABI, checked before use. S14: nothing that the CPU lacks is ever run."""
     source = tmp_path / "stub.cpp"
     source.write_text(STUB)
-    macros = {"NAME": "ktc_kernel_query", "ANSWER": "&lib", "ABI": "1", "LAYOUT": "1", "COUNT": "1", **change}
+    macros = {
+        "NAME": "ktc_kernel_query",
+        "ANSWER": "&lib",
+        "ABI": "1",
+        "LAYOUT": "1",
+        "COUNT": "1",
+        "NEEDS": '""',
+        **change,
+    }
     flags = [f"-D{k}={v}" for k, v in macros.items()]
     path = compile_lib(source, f"stub-{'-'.join(change)}", "-Wno-unused-variable", *flags)
     with pytest.raises(RuntimeError, match=message) as caught:

@@ -135,7 +135,8 @@ class Moe:
         group: int,
         splits: Sequence[tuple[int, int]],
         weights: Sequence[Sequence[dict[str, int]]],
-        # weights[node][expert] = {gate_up, gate_up_scale, gate_up_mult, gate_up_bias, down, down_scale, down_mult, down_bias}
+        # weights[node][expert] = {gate_up, gate_up_scale, gate_up_mult, gate_up_bias,
+        #                          down, down_scale, down_mult, down_bias}:
         # pointers (0 = none); down_bias is present on node 0 only (added once).
         force: str = "",
         scheduling: str = "dynamic",  # or "static"

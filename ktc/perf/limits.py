@@ -14,7 +14,9 @@ from ktc.errors import KtcError
 
 DRAM_HUGE = "dram_huge"
 DRAM_4K = "dram_4k"
-_COMPUTE_SECONDS = 0.03
+_COMPUTE_SECONDS = 0.005
+_PER_ROUND = 3
+"""Samples of a round: short ones, a few milliseconds each, so that most are not interrupted on a shared machine."""
 _MIN_BUFFER = 1 << 30
 
 
@@ -93,7 +95,7 @@ def probe_bytes() -> int:
 
 
 class Sampler:
-    """Takes one sample of each limit at a time, so that a benchmark can sample between its own measurements.
+    """Takes a few short samples of each limit at a time, so that a benchmark can sample between its own measurements.
 
     Args:
         cpus: the CPUs of the pool whose limits they are, one thread each.
@@ -137,23 +139,18 @@ class Sampler:
             raise KtcError(f"no memory for a buffer of {self.buffer_bytes} bytes to read through") from error
 
     def sample(self) -> None:
-        """One more sample of everything."""
+        """One more round: a few samples of everything."""
         from ktc import _runtime
 
         for kind in self.kinds:
             for count in self.counts:
                 cpus = self.cpus[:count]
-                if kind in self._probes:
-                    rate = self._probes[kind].sample(cpus)
-                else:
-                    rate = _runtime.measure_compute(kind, cpus, self.seconds)
-                self._samples[kind][count].append(rate)
-
-    def evict(self) -> None:
-        """Push everything else out of the caches by reading through a buffer (no sample is kept)."""
-        probe = self._probes.get(DRAM_HUGE) or self._probes.get(DRAM_4K)
-        if probe is not None:
-            probe.sample(self.cpus)
+                for _ in range(_PER_ROUND):
+                    if kind in self._probes:
+                        rate = self._probes[kind].sample(cpus)
+                    else:
+                        rate = _runtime.measure_compute(kind, cpus, self.seconds)
+                    self._samples[kind][count].append(rate)
 
     def limits(self) -> Limits:
         """What the samples so far amount to; takes one if there is none."""
@@ -174,7 +171,7 @@ def measure(
     buffer_bytes: int | None = None,
     seconds: float = _COMPUTE_SECONDS,
 ) -> Limits:
-    """Measure the limits in a few rounds; a round samples every kind once per number of threads.
+    """Measure the limits in a few rounds; a round samples every kind a few times per number of threads.
 
     Args:
         cpus: default all that this process may use (within its control group's quota).

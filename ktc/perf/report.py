@@ -69,8 +69,8 @@ def render_breakdown(breakdown: Breakdown, form: str) -> str:
     for title, kind in (("Steps of the paper", "step"), ("Choice of kernel", "kernel")):
         body = [
             [
-                r.shape, str(r.tokens), r.loads, r.step, r.kernel, r.scheduling, r.numa, f"{r.ms:.3g}", f"{r.speedup:.2f}",
-                f"{r.x_floor:.2f}",
+                r.shape, str(r.tokens), r.loads, r.step, r.kernel, r.scheduling, r.numa, f"{r.ms:.3g}",
+                f"{r.speedup:.2f}", f"{r.x_floor:.2f}",
             ]
             for r in breakdown.rows
             if r.table == kind

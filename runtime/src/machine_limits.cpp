@@ -18,6 +18,8 @@ namespace {
 
 using ComputeKernel = double (*)(int64_t steps);
 
+constexpr int64_t kReadPerThread = 64 << 20;  // about 4 ms
+
 bool has(const std::vector<std::string>& features, const char* name) {
   return std::find(features.begin(), features.end(), name) != features.end();
 }
@@ -114,21 +116,23 @@ ReadProbe::~ReadProbe() {
   if (small_ != nullptr) munmap(small_, nbytes_);
 }
 
-double ReadProbe::sample(const std::vector<int>& cpus) const {
+double ReadProbe::sample(const std::vector<int>& cpus) {
   const auto read = has(cpu_features(), "avx512f") ? &limits::read_avx512 : &limits::read_generic;
-  const int64_t pages = nbytes_ / 4096, count = static_cast<int64_t>(cpus.size());
+  const int64_t count = static_cast<int64_t>(cpus.size());
+  const int64_t share = std::min(kReadPerThread, nbytes_ / std::max<int64_t>(count, 1) / 4096 * 4096);
+  if (next_ + share * count > nbytes_) next_ = 0;
+  const uint8_t* first = data_ + next_;
+  next_ += share * count;
   std::vector<int64_t> begin(cpus.size()), end(cpus.size());
   std::atomic<uint64_t> sink{0};
   on_each(cpus, [&](size_t i) {
-    const int64_t first = pages * static_cast<int64_t>(i) / count,
-                  last = pages * static_cast<int64_t>(i + 1) / count;
     begin[i] = now_ns();
-    sink.fetch_xor(read(data_ + first * 4096, (last - first) * 4096));
+    sink.fetch_xor(read(first + share * static_cast<int64_t>(i), share));
     end[i] = now_ns();
   });
   const int64_t elapsed =
       *std::max_element(end.begin(), end.end()) - *std::min_element(begin.begin(), begin.end());
-  return static_cast<double>(nbytes_) / (static_cast<double>(std::max<int64_t>(elapsed, 1)) * 1e-9);
+  return static_cast<double>(share * count) / (static_cast<double>(std::max<int64_t>(elapsed, 1)) * 1e-9);
 }
 
 }  // namespace ktc

@@ -31,13 +31,16 @@ class ReadProbe {
   ReadProbe(const ReadProbe&) = delete;
   ReadProbe& operator=(const ReadProbe&) = delete;
 
-  // Bytes a second of one pass, the buffer divided over one thread on each of `cpus`.
-  double sample(const std::vector<int>& cpus) const;
+  // Bytes a second of reading the next few milliseconds' worth of the buffer, divided over one thread on each
+  // of `cpus`. Samples go round the buffer in turn, so that each reads what was not read for longest; short
+  // ones are rarely interrupted. Not thread-safe.
+  double sample(const std::vector<int>& cpus);
   int64_t nbytes() const { return nbytes_; }
 
  private:
   int64_t nbytes_;
-  Mapping huge_;  // in use if small_ is null
+  int64_t next_ = 0;  // where the next sample starts
+  Mapping huge_;      // in use if small_ is null
   uint8_t* small_ = nullptr;
   uint8_t* data_ = nullptr;
 };

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from ktc.cli.main import cli
 from ktc.errors import DiskError
 from ktc.perf import tuning
 from ktc.perf.crossover import NEVER, crossover
@@ -83,3 +85,25 @@ def test_a_directory_that_cannot_be_made_is_one_clear_error(own_config: Path) ->
 )
 def test_the_crossover_loses_least(tile: list[float], expected: int) -> None:
     assert crossover([1, 2, 4, 8], [4, 4, 4, 4], tile) == expected
+
+
+def test_doctor_says_what_is_in_use() -> None:
+    def line() -> dict[str, object]:
+        result = CliRunner().invoke(cli, ["doctor", "--json"], catch_exceptions=False)
+        return next(n for n in json.loads(result.output)["lines"] if n["name"] == "kernel choice")
+
+    assert line()["ok"] and "not tuned" in str(line()["value"])
+    path = tuning.store({"amx:int4": 5}, {})
+    assert line()["ok"] and "amx:int4 from 5" in str(line()["value"])
+    change(path, fingerprint={})
+    assert not line()["ok"] and line()["advice"] == "run ktc tune again"
+
+
+def test_show_prints_what_is_stored(own_config: Path) -> None:
+    tuning.store({"amx:int4": 5}, {})
+    result = CliRunner().invoke(cli, ["tune", "--show", "--json"], catch_exceptions=False)
+    assert json.loads(result.output) == {
+        "applied": True,
+        "min_rows": {"amx:int4": 5},
+        "source": str(own_config / "tune.json"),
+    }

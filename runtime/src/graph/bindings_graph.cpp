@@ -98,11 +98,13 @@ void step(Executor& e, const Ids& ids, int64_t position, bool decode, Logits& lo
   e.step(in, rows, position, decode, logit_rows, out);
 }
 
-std::shared_ptr<graph::Experts> dense_experts(
-    Executor& e, const std::shared_ptr<graph::DenseScratch>& scratch, int64_t experts, int64_t top_k,
-    int64_t hidden, int64_t intermediate, int activation, float alpha, float limit,
-    const WeightTuple& gate_up, const WeightTuple& down, bool transposed, bool interleaved,
-    uintptr_t gate_up_bias, uintptr_t down_bias, const std::string& isa) {
+std::shared_ptr<graph::Experts> dense_experts(Executor& e,
+                                              const std::shared_ptr<graph::DenseScratch>& scratch,
+                                              int64_t experts, int64_t top_k, int64_t hidden,
+                                              int64_t intermediate, int activation, float alpha, float limit,
+                                              const WeightTuple& gate_up, const WeightTuple& down,
+                                              bool transposed, bool interleaved, uintptr_t gate_up_bias,
+                                              uintptr_t down_bias, const std::string& isa) {
   graph::DenseExpertsSpec s{};
   s.experts = experts;
   s.top_k = top_k;
@@ -149,6 +151,8 @@ void bind_graph(py::module_& m) {
              return out;
            })
       .def_property_readonly("arena_bytes", &Executor::arena_bytes)
+      .def_property_readonly("arena",
+                             [](const Executor& e) { return reinterpret_cast<uintptr_t>(e.arena()); })
       .def_property_readonly("state_bytes", &Executor::state_bytes)
       .def_property_readonly("max_rows", &Executor::max_rows)
       .def_property_readonly("isa", [](const Executor& e) { return std::string(e.isa()); });

@@ -126,6 +126,7 @@ class Executor {
   std::vector<OpTime> times() const;
 
   int64_t arena_bytes() const { return arena_bytes_; }
+  char* arena() const { return arena_; }  // for measurements
   int64_t state_bytes() const { return state_bytes_; }
   int64_t max_rows() const { return layouts_.back().max_rows; }
   const char* isa() const { return table_->name; }

@@ -57,8 +57,8 @@ class Submit final : public Node {
     const float* const weights = st.at(weights_);
     const int64_t* const ids = st.at<int64_t>(ids_);
     const int64_t k = experts_->top_k, later = st.decode ? deferred_ : 0, dropped = st.decode ? skipped_ : 0;
-    if (st.trivial) return;
     if (later == 0 && dropped == 0) {
+      if (st.trivial) return;
       mail_.immediate = {experts_.get(), experts_->submit(x, st.rows, ids, weights, k), st.rows};
       return;
     }
@@ -75,6 +75,7 @@ class Submit final : public Node {
       std::copy_n(row_ids + now, later, all_ids + st.rows * now + t * later);
       std::copy_n(row_weights + now, later, all_weights + st.rows * now + t * later);
     }
+    if (st.trivial) return;
     mail_.immediate = {experts_.get(), experts_->submit(x, st.rows, all_ids, all_weights, now), st.rows};
     if (later > 0)
       mail_.posted = {

@@ -25,7 +25,7 @@ const Table* choose(const char* force) {
   const Choice choices[] = {{&kTable_avx512, {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"}},
                             {&kTable_avx2, {"avx2", "fma"}},
                             {&kTable_baseline, {}}};
-  const std::vector<std::string> have = cpu_features();
+  static const std::vector<std::string> have = cpu_features();
   for (const Choice& c : choices) {
     if (force && *force && std::strcmp(force, c.table->name) != 0) continue;
     const bool ok = std::all_of(c.features.begin(), c.features.end(), [&](const char* f) {

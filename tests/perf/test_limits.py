@@ -19,8 +19,8 @@ def test_every_limit_is_positive_for_every_thread_count() -> None:
     for kind, by_threads in found.rates.items():
         assert set(by_threads) == {1, 2}, kind
         for rate in by_threads.values():
-            assert 0 < rate.median <= rate.best and rate.samples == 6
-        assert found.rate(kind) == by_threads[2].median
+            assert 0 < rate.median <= rate.high and rate.samples == 6
+        assert found.rate(kind) == by_threads[2].high
     assert len(found.lines()) == len(found.rates)
 
 
@@ -64,3 +64,9 @@ def test_rates_are_printed_in_their_unit(kind: str, rate: float, text: str) -> N
 
 def test_a_probe_is_larger_than_any_cache() -> None:
     assert limits.probe_bytes() >= max(1 << 30, 4 * limits.l3_bytes())
+
+
+def test_a_rate_is_the_upper_decile_of_its_samples() -> None:
+    rate = limits.Rate.of([1.0, 9.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 2.0, 10.0, 99.0])
+    assert (rate.high, rate.median, rate.samples) == (10.0, 6.0, 11)
+    assert limits.Rate.of([3.0]).high == 3.0

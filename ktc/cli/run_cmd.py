@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ktc.cli.engine_options import engine_options, load_model
+from ktc.cli.graph_options import graph_options, load_native, wants_graph
 from ktc.errors import KtcError
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ _HELP = "/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an 
 @click.option("--greedy", is_flag=True, help="Always take the likeliest token.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
+@graph_options
 @engine_options
 def command(
     bundle: Path,
@@ -51,6 +54,10 @@ def command(
     stop: tuple[str, ...],
     as_json: bool,
     verbose: int,
+    graph: str,
+    context: int | None,
+    n_deferred: int | None,
+    n_skipped: int,
     **options: Any,
 ) -> int:
     """Generate text from BUNDLE.
@@ -76,9 +83,19 @@ def command(
         "seed": seed,
     }
     SamplingOptions.from_config(None, **given)  # complain before the weights are read
-    model = load_model(bundle, verbose, **options)
-    from ktc.engine.chat import has_chat_template, load_tokenizer
-    from ktc.engine.generate import TextGenerator
+    make_generator: Callable[[Any, Any], TextGenerator]
+    if wants_graph(bundle, graph, context, n_deferred, n_skipped):
+        from ktc.native.generate import NativeGenerator as make_generator
+        from ktc.native.tokenizer import load_tokenizer
+
+        options |= {"context": context, "n_deferred": n_deferred, "n_skipped": n_skipped}
+        model = load_native(bundle, verbose, **options)
+    else:
+        from ktc.engine.chat import load_tokenizer
+        from ktc.engine.generate import TextGenerator as make_generator
+
+        model = load_model(bundle, verbose, **options)
+    from ktc.engine.chat import has_chat_template
 
     tokenizer = load_tokenizer(Path(model.ktc_report.bundle) / "model")
     settings = {
@@ -86,7 +103,7 @@ def command(
         "stop": stop,
         "max_tokens": max_tokens,
     }
-    generator = TextGenerator(model, tokenizer)
+    generator = make_generator(model, tokenizer)
     try:
         if text is not None:
             return _once(generator, text, chat, system, as_json, settings)

@@ -10,8 +10,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from ktc.engine.linear import KtcLinear
-from ktc.engine.moe import KtcFusedMoE
 from ktc.plan.ir import ModulePlan, Plan
 from ktc.progress import format_bytes, format_seconds
 
@@ -74,11 +72,20 @@ def describe(plan: Plan, lib: Any) -> list[tuple[str, str]]:
 def kernels_in_use(model: Any) -> dict[str, int]:
     """Kernel name -> calls so far, over all of a model's native operators."""
     calls: dict[str, int] = defaultdict(int)
-    for module in model.modules():
-        if isinstance(module, KtcLinear | KtcFusedMoE) and module.native is not None:
-            for name, count in module.native.report().get("kernels", {}).items():
-                calls[name] += int(count)
+    for native in _native_operators(model):
+        for name, count in native.report().get("kernels", {}).items():
+            calls[name] += int(count)
     return dict(calls)
+
+
+def _native_operators(model: Any) -> list[Any]:
+    if hasattr(model, "native_operators"):  # a model of ktc.native
+        return list(model.native_operators())
+    from ktc.engine.linear import KtcLinear
+    from ktc.engine.moe import KtcFusedMoE
+
+    found = (m.native for m in model.modules() if isinstance(m, KtcLinear | KtcFusedMoE))
+    return [native for native in found if native is not None]
 
 
 def _what(planned: ModulePlan, latent: set[str], lib: Any) -> str:

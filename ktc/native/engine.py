@@ -7,6 +7,7 @@ of bounded scratch), `decode` one. Sampling and text are elsewhere (generate.py 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from ktc.progress import Progress, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle
+    from ktc.plan.ir import Plan
 
 PROGRAM_FILE = "graph/program.json"
 DEFAULT_CONTEXT = 8192
@@ -48,6 +50,7 @@ class NativeReport:
     n_skipped: int = 0
     seconds: float = 0.0
     degraded: list[str] = field(default_factory=list)
+    layers: list[tuple[str, str]] = field(default_factory=list)
 
     def lines(self) -> list[str]:
         share = self.huge_bytes / self.weight_bytes if self.weight_bytes else 0.0
@@ -62,7 +65,20 @@ class NativeReport:
             out.append(f"  {self.n_deferred} experts of each MoE layer are deferred while decoding")
         if self.n_skipped:
             out.append(f"  the {self.n_skipped} lowest experts of each MoE layer are skipped while decoding")
+        width = max((len(where) for where, _ in self.layers), default=0)
+        out += [f"  {where:<{width}}  {what}" for where, what in self.layers]
         return out + [f"  degraded: {reason}" for reason in self.degraded]
+
+
+def describe_native(plan: Plan, lib: Any) -> list[tuple[str, str]]:
+    """(where, what it runs on); what the eager engine leaves to Hugging Face runs on the graph's operators here."""
+    from ktc.engine.report import describe
+
+    out = []
+    for where, what in describe(plan, lib):
+        what = what.replace("latent attention, torch fp32", "latent attention, native fp32")
+        out.append((where, re.sub(r"^Hugging Face (\w+), fp32", r"native graph (\1), weights as stored", what)))
+    return out
 
 
 class NativeModel:
@@ -85,6 +101,11 @@ class NativeModel:
         self.config.get_text_config = lambda: self.config
         self.generation_config = SimpleNamespace(**generation) if generation is not None else None
         self.ktc_report: NativeReport | None = None
+
+    def native_operators(self) -> list[Any]:
+        """Every packed operator, to report which kernels ran."""
+        found: list[Any] = getattr(self.graph.weights, "native_operators", list)()
+        return found
 
     def reset(self) -> None:
         """Forget the sequence."""
@@ -190,6 +211,7 @@ def open_native(
     from ktc import _runtime
     from ktc.bundle import kernel_for_host, open_bundle, verdict
     from ktc.engine import pool as pools
+    from ktc.perf.tuning import load as load_tuning
 
     bundle = open_bundle(path)
     degraded = []
@@ -212,7 +234,7 @@ def open_native(
     total = sum(ref.nbytes for ref in bundle.tensors.values())
     try:
         with Progress("load weights", total, "B") as progress:
-            weights = BundleWeights(bundle, program, lib, pool, force_kernel, progress)
+            weights = BundleWeights(bundle, program, lib, pool, force_kernel, load_tuning().min_rows, progress)
         graph = GraphExecutor(
             program,
             weights,
@@ -243,6 +265,7 @@ def open_native(
         n_skipped,
         time.perf_counter() - started,
         degraded,
+        describe_native(bundle.plan, lib),
     )
     if strict and degraded:
         raise KtcError("strict: " + "; ".join(degraded), "leave out --strict to run all the same")

@@ -6,7 +6,7 @@ Everything is read file by file, in order, by threads of the node that uses it (
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle, TensorRef
 
 ALIGN = 64
+PACKED_PARTS = ("tiles", "scale", "mult", "bias")
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 _FIELDS = [f"{m}{part}" for m in ("gate_up", "down") for part in ("", "_scale", "_mult", "_bias")]
 Key = tuple[int | None, str]
@@ -40,13 +41,24 @@ class BundleWeights:
     """Implements `ktc.graph.build.Weights`. Reads on construction; holds the buffers."""
 
     def __init__(
-        self, bundle: Bundle, program: Program, lib: Any, pool: Any, force: str = "", progress: Progress | None = None
+        self,
+        bundle: Bundle,
+        program: Program,
+        lib: Any,
+        pool: Any,
+        force: str = "",
+        min_rows: Mapping[str, int] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """
+        Args:
+            force: part of the name of kernels to use whatever the row count.
+            min_rows: measured crossovers of `ktc tune`.
         Raises:
             KtcError: no memory; BundleError: a file cannot be read or a tensor is missing.
         """
-        self.bundle, self.lib, self.pool, self.force = bundle, lib, pool, force
+        self.bundle, self.lib, self.pool = bundle, lib, pool
+        self._choice: dict[str, Any] = {"force": force, "min_rows": dict(min_rows or {})}
         self.moes = {m.name: m.moe for m in bundle.plan.modules if m.moe is not None}
         self.linears = {m.name: m.linear for m in bundle.plan.modules if m.linear is not None}
         self.buffers: list[Any] = []
@@ -87,10 +99,23 @@ class BundleWeights:
         p = self.linears.get(module)
         if p is None:
             raise BundleError(f"{self.bundle.path}: the graph runs {module} on packed tiles, the plan does not")
-        at = [
-            self._address[None, node.weights[r]] if r in node.weights else 0 for r in ("tiles", "scale", "mult", "bias")
-        ]
-        return _runtime.Linear(self.lib, self.pool, p.n, p.k, p.data_type, p.scale, p.group, *at, self.force)
+        at = {r: self._address[None, node.weights[r]] if r in node.weights else 0 for r in PACKED_PARTS}
+        made = _runtime.Linear(
+            self.lib,
+            self.pool,
+            p.n,
+            p.k,
+            p.data_type,
+            p.scale,
+            p.group,
+            at["tiles"],
+            at["scale"],
+            at["mult"],
+            at["bias"],
+            **self._choice,
+        )
+        self._native.append(made)
+        return made
 
     def experts(self, module: str, slots: Sequence[int]) -> Any:
         from ktc import _runtime
@@ -113,7 +138,7 @@ class BundleWeights:
                 group=p.group,
                 splits=list(p.splits),
                 weights=weights,
-                force=self.force,
+                **self._choice,
             )
             for top_k in slots
         ]
@@ -123,9 +148,9 @@ class BundleWeights:
     def callback(self, module: str) -> Callback:
         raise KtcError(f"{module} needs Hugging Face's own code", "run with --graph off")
 
-    def report(self) -> list[dict[str, Any]]:
-        """Which kernels ran, per MoE object that was built."""
-        return [m.report() for m in self._native]
+    def native_operators(self) -> list[Any]:
+        """Every Linear and Moe that was made."""
+        return list(self._native)
 
     # ---- reading ------------------------------------------------------------------------------
     def _find(self, key: Key) -> TensorRef:

@@ -1,7 +1,7 @@
 """Build kernel libraries: one per ISA variant, cached by everything that went into them.
 
-Three verbs, each usable alone: `try_cached` looks, `build` makes, `check` proves that a file is the library it claims to
-be. `build_variants` strings them together: look, take the lock, look again, build, check, rename into place.
+Three verbs, each usable alone: `try_cached` looks, `build` makes, `check` proves that a file is what it claims to be.
+`build_variants` strings them together: look, take the lock, look again, build, check, rename into place.
 What a key covers: generated source, every header, compiler and its version, flags, the versions of ktc, ABI and layout.
 """
 

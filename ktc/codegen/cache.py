@@ -46,18 +46,18 @@ def sha256_file(path: Path) -> str:
 
 def write_atomic(path: Path, data: bytes) -> None:
     """Write `path` so that a reader sees the old bytes or the new ones, never a part. Raises DiskError."""
-    temporary = None
+    temporary: Path | None = None
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
-            temporary = f.name
+            temporary = Path(f.name)
             f.write(data)
             f.flush()
             os.fsync(f.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
     except OSError as e:
         if temporary:
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                temporary.unlink()
         raise DiskError(f"writing {path} failed: {e.strerror}") from e
 
 

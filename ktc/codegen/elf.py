@@ -6,7 +6,9 @@ Only what the build check asks: defined dynamic symbols, NEEDED libraries, and v
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ktc.errors import BuildError
@@ -62,12 +64,12 @@ def _parse(data: bytes) -> ElfInfo:
                 if tag == _DT_NEEDED:
                     needed.append(text(link, value))
         elif kind == _SHT_VERNEED:
-            glibc += _glibc_versions(data, offset, info, lambda o, link=link: text(link, o))  # type: ignore[misc]
+            glibc += _glibc_versions(data, offset, info, partial(text, link))
     newest = ".".join(map(str, max(glibc))) if glibc else ""
     return ElfInfo(tuple(sorted(exports)), tuple(needed), newest)
 
 
-def _glibc_versions(data: bytes, offset: int, count: int, text) -> list[tuple[int, ...]]:  # type: ignore[no-untyped-def]
+def _glibc_versions(data: bytes, offset: int, count: int, text: Callable[[int], str]) -> list[tuple[int, ...]]:
     found = []
     for _ in range(count):
         _version, aux_count, _file, aux, following = struct.unpack_from("<HHIII", data, offset)

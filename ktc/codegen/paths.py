@@ -24,9 +24,7 @@ def data_dir(kind: str) -> Path:
     for place in places:
         if (place / marks[kind]).is_file():
             return place
-    raise BuildError(
-        f"ktc's {kind} are missing: no {marks[kind]} under {places[0]} or {places[1]}", "reinstall ktc"
-    )
+    raise BuildError(f"ktc's {kind} are missing: no {marks[kind]} under {places[0]} or {places[1]}", "reinstall ktc")
 
 
 def header_files() -> list[Path]:

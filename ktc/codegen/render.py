@@ -53,9 +53,7 @@ def render(specs: KernelSpecs, variant: Variant) -> str:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    return environment.get_template(TEMPLATE).render(
-        variant=variant, shapes=list(shapes.values()), kernels=kernels
-    )
+    return environment.get_template(TEMPLATE).render(variant=variant, shapes=list(shapes.values()), kernels=kernels)
 
 
 def _shape_key(spec: KernelSpec) -> tuple[str, str, int, int]:

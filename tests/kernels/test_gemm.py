@@ -181,7 +181,9 @@ def test_s7_offsets_beyond_31_bits(library: KernelLibrary, scheme: QuantScheme) 
     # failure S7: element offsets above 2^31. 9 GB of address space, of which a few pages are touched.
     rng = np.random.default_rng(8)
     row = 2**31 // 32 + 7
-    space = mmap.mmap(-1, 4 * 32 * (row + 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000))  # noqa: E501
+    space = mmap.mmap(
+        -1, 4 * 32 * (row + 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    )
     out = np.frombuffer(space, np.float32).reshape(-1, 32)
     w = random_weights(32, 64, scheme, rng)
     x = rng.standard_normal((1, 64)).astype(np.float32)

@@ -19,7 +19,7 @@ EPILOGUES = ("store", "silu_mul", "silu_clamp", "swiglu_oai")
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_q6_same_bits_as_portable(library: KernelLibrary, portable: KernelLibrary, scheme: QuantScheme) -> None:
-    """failure Q6 (bits that depend on the ISA): all formats, activations included; only bf16 on tiles may round apart."""
+    """failure Q6 (bits that depend on the ISA): all formats and activations; only bf16 on tiles may round apart."""
     rng = np.random.default_rng(1)
     m, k = 51, 448
     w = random_weights(96, k, scheme, rng)

@@ -46,6 +46,11 @@ struct AmxTiles {
   KTC_INLINE void load(const void* p, int64_t stride = 64) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(T) : "memory");
   }
+  /* The same, without displacing what L1 holds: for operands that stream past others that stay. */
+  template <int T>
+  KTC_INLINE void load_stream(const void* p, int64_t stride = 64) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(T) : "memory");
+  }
   template <int T>
   KTC_INLINE void store(void* p, int64_t stride = 64) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(T) : "memory");

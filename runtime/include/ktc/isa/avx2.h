@@ -14,15 +14,19 @@ namespace ktc {
 namespace isa {
 
 struct Avx2 {
-  struct F { __m256 v[2]; };
-  struct I { __m256i v[2]; };
+  struct F {
+    __m256 v[2];
+  };
+  struct I {
+    __m256i v[2];
+  };
   using B = I;
 
   static constexpr int kIntRows = 2;
   static constexpr int kFloatRows = 1;
 
-#define KTC_BOTH(T, expr)                \
-  T r;                                   \
+#define KTC_BOTH(T, expr)                      \
+  T r;                                         \
   for (int i = 0; i < 2; ++i) r.v[i] = (expr); \
   return r
 
@@ -52,6 +56,7 @@ struct Avx2 {
   static KTC_INLINE F div(F a, F b) { KTC_BOTH(F, _mm256_div_ps(a.v[i], b.v[i])); }
   static KTC_INLINE F min(F a, F b) { KTC_BOTH(F, _mm256_min_ps(a.v[i], b.v[i])); }
   static KTC_INLINE F max(F a, F b) { KTC_BOTH(F, _mm256_max_ps(a.v[i], b.v[i])); }
+  static KTC_INLINE F fma(F a, F b, F c) { KTC_BOTH(F, _mm256_fmadd_ps(a.v[i], b.v[i], c.v[i])); }
   static KTC_INLINE F fma_exact(F a, F b, F acc) { KTC_BOTH(F, _mm256_fmadd_ps(a.v[i], b.v[i], acc.v[i])); }
 
   static KTC_INLINE I izero() { KTC_BOTH(I, _mm256_setzero_si256()); }
@@ -69,14 +74,22 @@ struct Avx2 {
                                    _mm256_castps_si256(_mm256_cmp_ps(x.v[i], x.v[i], _CMP_UNORD_Q))));
   }
   template <int N>
-  static KTC_INLINE I shl(I a) { KTC_BOTH(I, _mm256_slli_epi32(a.v[i], N)); }
+  static KTC_INLINE I shl(I a) {
+    KTC_BOTH(I, _mm256_slli_epi32(a.v[i], N));
+  }
   template <int N>
-  static KTC_INLINE I shr(I a) { KTC_BOTH(I, _mm256_srli_epi32(a.v[i], N)); }
+  static KTC_INLINE I shr(I a) {
+    KTC_BOTH(I, _mm256_srli_epi32(a.v[i], N));
+  }
   static KTC_INLINE int32_t isum(I a) {
     const __m256i s = _mm256_add_epi32(a.v[0], a.v[1]);
     __m128i t = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
     t = _mm_add_epi32(t, _mm_shuffle_epi32(t, 0x4e));
     return _mm_cvtsi128_si32(_mm_add_epi32(t, _mm_shuffle_epi32(t, 0xb1)));
+  }
+  static KTC_INLINE bool iany_above(I a, int32_t bound) {
+    const __m256i top = _mm256_max_epi32(a.v[0], a.v[1]);
+    return _mm256_movemask_epi8(_mm256_cmpgt_epi32(top, _mm256_set1_epi32(bound))) != 0;
   }
   static KTC_INLINE int32_t imax_lane(I a) {
     const __m256i s = _mm256_max_epi32(a.v[0], a.v[1]);
@@ -121,9 +134,9 @@ struct Avx2 {
     const __m256i x_even = _mm256_srai_epi16(_mm256_slli_epi16(x.v[0], 8), 8);
     const __m256i x_odd = _mm256_srai_epi16(x.v[0], 8);
     const __m256i low = _mm256_set1_epi16(255);
-    KTC_BOTH(I, _mm256_add_epi32(_mm256_add_epi32(acc.v[i],
-                                                  _mm256_madd_epi16(_mm256_and_si256(w.v[i], low), x_even)),
-                                 _mm256_madd_epi16(_mm256_srli_epi16(w.v[i], 8), x_odd)));
+    KTC_BOTH(I, _mm256_add_epi32(
+                    _mm256_add_epi32(acc.v[i], _mm256_madd_epi16(_mm256_and_si256(w.v[i], low), x_even)),
+                    _mm256_madd_epi16(_mm256_srli_epi16(w.v[i], 8), x_odd)));
 #endif
   }
   static KTC_INLINE void nibbles(B a, B* lo, B* hi) {
@@ -155,8 +168,16 @@ struct Avx2 {
   static KTC_INLINE F bf16_odd(B a) {
     KTC_BOTH(F, _mm256_castsi256_ps(_mm256_and_si256(a.v[i], _mm256_set1_epi32(int32_t(0xffff0000u)))));
   }
-  static KTC_INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
-  static KTC_INLINE void prefetch_l2(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+  static KTC_INLINE void prefetch(const uint8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+  }
+  static KTC_INLINE void prefetch_l2(const uint8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+  }
+  /* Decoded as a no-op where it does not exist, so no feature is required for it. */
+  static KTC_INLINE void prefetch_write(const void* p) {
+    asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(p)));
+  }
 #undef KTC_BOTH
 };
 

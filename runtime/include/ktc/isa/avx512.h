@@ -31,6 +31,7 @@ struct Avx512 {
   static KTC_INLINE F div(F a, F b) { return _mm512_div_ps(a, b); }
   static KTC_INLINE F min(F a, F b) { return _mm512_min_ps(a, b); }
   static KTC_INLINE F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static KTC_INLINE F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static KTC_INLINE F fma_exact(F a, F b, F acc) { return _mm512_fmadd_ps(a, b, acc); }
 
   static KTC_INLINE I izero() { return _mm512_setzero_si512(); }
@@ -45,10 +46,17 @@ struct Avx512 {
     return _mm512_mask_mov_epi32(otherwise, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), if_nan);
   }
   template <int N>
-  static KTC_INLINE I shl(I a) { return _mm512_slli_epi32(a, N); }
+  static KTC_INLINE I shl(I a) {
+    return _mm512_slli_epi32(a, N);
+  }
   template <int N>
-  static KTC_INLINE I shr(I a) { return _mm512_srli_epi32(a, N); }
+  static KTC_INLINE I shr(I a) {
+    return _mm512_srli_epi32(a, N);
+  }
   static KTC_INLINE int32_t isum(I a) { return _mm512_reduce_add_epi32(a); }
+  static KTC_INLINE bool iany_above(I a, int32_t bound) {
+    return _mm512_cmpgt_epi32_mask(a, _mm512_set1_epi32(bound)) != 0;
+  }
   static KTC_INLINE int32_t imax_lane(I a) { return _mm512_reduce_max_epi32(a); }
 
   static KTC_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }
@@ -90,8 +98,16 @@ struct Avx512 {
   static KTC_INLINE F bf16_odd(B a) {
     return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(int32_t(0xffff0000u))));
   }
-  static KTC_INLINE void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
-  static KTC_INLINE void prefetch_l2(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+  static KTC_INLINE void prefetch(const uint8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);
+  }
+  static KTC_INLINE void prefetch_l2(const uint8_t* p) {
+    _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1);
+  }
+  /* Decoded as a no-op where it does not exist, so no feature is required for it. */
+  static KTC_INLINE void prefetch_write(const void* p) {
+    asm volatile("prefetchw %0" ::"m"(*static_cast<const char*>(p)));
+  }
 };
 
 }  // namespace isa

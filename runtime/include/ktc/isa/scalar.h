@@ -2,7 +2,7 @@
  *
  * Every isa header offers one struct with the same members; algorithms (kernels/) are templates over
  * it. F, I and B are 16 lanes of float, of int32, and of 4 bytes. Where results could differ between
- * instruction sets, the definition here is the contract (min/max with a NaN, no fused multiply-add).
+ * instruction sets, the definition here is the contract (min/max with a NaN, what is fused and what is not).
  */
 #ifndef KTC_ISA_SCALAR_H
 #define KTC_ISA_SCALAR_H
@@ -49,6 +49,22 @@ struct Scalar {
   static KTC_INLINE F div(F a, F b) { return a / b; }
   static KTC_INLINE F min(F a, F b) { return a < b ? a : b; } /* b if either is a NaN */
   static KTC_INLINE F max(F a, F b) { return a > b ? a : b; } /* b if either is a NaN */
+  /* a * b + c, rounded once. The sum in double is rounded to odd first, so that the rounding to float sees
+   * on which side of a tie it was. */
+  static KTC_INLINE F fma(F a, F b, F c) {
+    F r;
+    for (int i = 0; i < 16; ++i) {
+      const double p = double(a[i]) * double(b[i]), s = p + double(c[i]); /* p is exact */
+      const double t = s - p, error = (p - (s - t)) + (double(c[i]) - t);
+      int64_t u;
+      memcpy(&u, &s, sizeof u);
+      if ((error > 0 || error < 0) && (u & 1) == 0) u += (error > 0) == (s > 0) ? 1 : -1;
+      double odd;
+      memcpy(&odd, &u, sizeof odd);
+      r[i] = float(odd);
+    }
+    return r;
+  }
   /* acc + a * b where the product is exact in fp32 (bf16 operands): fused or not, the bits agree. */
   static KTC_INLINE F fma_exact(F a, F b, F acc) { return acc + a * b; }
 
@@ -62,14 +78,19 @@ struct Scalar {
   static KTC_INLINE I imax(I a, I b) { return a > b ? a : b; }
   static KTC_INLINE I select_nan(F x, I if_nan, I otherwise) { return x != x ? if_nan : otherwise; }
   template <int N>
-  static KTC_INLINE I shl(I a) { return I(U(a) << N); }
+  static KTC_INLINE I shl(I a) {
+    return I(U(a) << N);
+  }
   template <int N>
-  static KTC_INLINE I shr(I a) { return I(U(a) >> N); }
+  static KTC_INLINE I shr(I a) {
+    return I(U(a) >> N);
+  }
   static KTC_INLINE int32_t isum(I a) {
     uint32_t s = 0;
     for (int i = 0; i < 16; ++i) s += uint32_t(a[i]);
     return int32_t(s);
   }
+  static KTC_INLINE bool iany_above(I a, int32_t bound) { return imax_lane(a) > bound; }
   static KTC_INLINE int32_t imax_lane(I a) {
     int32_t m = a[0];
     for (int i = 1; i < 16; ++i) m = a[i] > m ? a[i] : m;
@@ -124,6 +145,7 @@ struct Scalar {
   static KTC_INLINE F bf16_odd(B a) { return F(U(a) & 0xffff0000u); }
   static KTC_INLINE void prefetch(const uint8_t*) {}
   static KTC_INLINE void prefetch_l2(const uint8_t*) {}
+  static KTC_INLINE void prefetch_write(const void*) {}
 };
 
 }  // namespace isa

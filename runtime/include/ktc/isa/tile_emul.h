@@ -37,6 +37,10 @@ struct EmulatedTiles {
     }
   }
   template <int T>
+  void load_stream(const void* p, int64_t stride = 64) {
+    load<T>(p, stride);
+  }
+  template <int T>
   void store(void* p, int64_t stride = 64) {
     for (int64_t r = 0; r < rows(T); ++r) {
       memcpy(static_cast<uint8_t*>(p) + r * stride, reg[T] + r * kRowBytes, size_t(row_bytes(T)));

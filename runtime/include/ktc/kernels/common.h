@@ -16,10 +16,10 @@
 
 namespace ktc {
 
-constexpr int64_t kTile = 1024;      /* bytes of a tile: 16 rows x 64 bytes */
+constexpr int64_t kTile = 1024; /* bytes of a tile: 16 rows x 64 bytes */
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kRowBytes = 64;
-constexpr int64_t kBlockRows = 32;   /* output rows of a weight block */
+constexpr int64_t kBlockRows = 32;      /* output rows of a weight block */
 constexpr int64_t kMaxIntegerK = 65536; /* 255 * 127 * K must fit an int32 */
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -45,7 +45,8 @@ struct Spec {
   static constexpr int64_t kRunK = Group_ == 0 || Group_ % 64 == 0 ? 64 : Group_ % 32 == 0 ? 32 : 16;
 
   static_assert(K_ % 64 == 0, "K_pad is a multiple of 64");
-  static_assert(Group_ % 64 == 0 || Group_ == 32 || Group_ == 16, "a group is 16, 32 or a multiple of 64 columns");
+  static_assert(Group_ % 64 == 0 || Group_ == 32 || Group_ == 16,
+                "a group is 16, 32 or a multiple of 64 columns");
   static_assert(kInteger ? Scale_ != KTC_SCALE_NONE : Scale_ == KTC_SCALE_NONE, "scales belong to integers");
   static_assert((Group_ != 0) == (kGroupScale || kMultiplier), "group 0 means channel scales");
   static_assert(!kMultiplier || Format_ == KTC_INT4, "multipliers belong to int4");

@@ -39,10 +39,9 @@ KTC_INLINE void add_columns(float* p, typename V::F y, int64_t columns) {
   }
 }
 
-/* y0, y1: rows 32b..32b+15 and 32b+16..32b+31 of the product for activation row m, scaled, no bias.
- * A call per 32 outputs costs nothing beside their K products; inlined, it would be most of the library. */
+/* y0, y1: rows 32b..32b+15 and 32b+16..32b+31 of the product for activation row m, scaled, no bias. */
 template <class V>
-KTC_NOINLINE void emit(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, typename V::F y0,
+KTC_INLINE void emit(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, typename V::F y0,
                      typename V::F y1) {
   if (a.weight.bias) {
     y0 = V::add(y0, V::load(a.weight.bias + b * kBlockRows));
@@ -54,9 +53,15 @@ KTC_NOINLINE void emit(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t 
     const typename V::F h = combine<V>(epilogue, y0, y1, a.act_alpha, a.act_limit);
     store_columns<V>(a.out + m * a.ld_out + n, h, columns);
     if (a.row_amax) {
-      typename V::F seen = h;
-      if (columns < 16) seen = V::load_n(a.out + m * a.ld_out + n, int(columns));
-      raise_amax(a.row_amax + m, V::imax_lane(V::iand(V::bits(seen), V::iset1(0x7fffffff))));
+      typename V::I size = V::iand(V::bits(h), V::iset1(0x7fffffff));
+      if (columns < 16) {
+        const typename V::F seen = V::load_n(a.out + m * a.ld_out + n, int(columns));
+        size = V::iand(V::bits(seen), V::iset1(0x7fffffff));
+      }
+      /* Mostly the maximum is there already: one compare, no reduction. */
+      const int32_t known =
+          __atomic_load_n(reinterpret_cast<const int32_t*>(a.row_amax + m), __ATOMIC_RELAXED);
+      if (V::iany_above(size, known)) raise_amax(a.row_amax + m, V::imax_lane(size));
     }
     return;
   }
@@ -95,11 +100,28 @@ KTC_INLINE void emit_grouped(const ktc_gemm_args& a, int epilogue, int64_t m, in
 
 /* One group: sum + (acc - offset * sum of x) * scale[b][g]. */
 template <class S, class V>
-KTC_INLINE typename V::F add_group(const ktc_gemm_args& a, int64_t m, int64_t b, int64_t g, int64_t groups, int half,
-                                   typename V::I acc, typename V::F sum) {
+KTC_INLINE typename V::F add_group(const ktc_gemm_args& a, int64_t m, int64_t b, int64_t g, int64_t groups,
+                                   int half, typename V::I acc, typename V::F sum) {
   const typename V::I comp = V::iset1(S::kOffset * a.act.sums[m * groups + g]);
   const typename V::F scale = V::load(a.weight.scale + (b * groups + g) * kBlockRows + 16 * half);
   return V::add(sum, V::mul(V::to_float(V::isub(acc, comp)), scale));
+}
+
+/* A row's end as a call, for kernels with many places that end rows: beside K products per output a call
+ * costs nothing, and inlined the epilogues would be most of the library. */
+template <class S, class V>
+KTC_NOINLINE void finish_int(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, typename V::I acc0,
+                             typename V::I acc1) {
+  emit_int<S, V>(a, epilogue, m, b, acc0, acc1);
+}
+template <class S, class V>
+KTC_NOINLINE void finish_float(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, typename V::F y0,
+                               typename V::F y1) {
+  if constexpr (S::kGroupScale) {
+    emit_grouped<S, V>(a, epilogue, m, b, y0, y1);
+  } else {
+    emit<V>(a, epilogue, m, b, y0, y1);
+  }
 }
 
 }  // namespace ktc

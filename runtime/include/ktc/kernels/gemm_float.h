@@ -13,7 +13,7 @@ namespace ktc {
 
 template <class S, class V, int R>
 KTC_INLINE void bf16_rows(const ktc_gemm_args& a, int epilogue, const uint8_t* tiles, int64_t k, int64_t m,
-                          int64_t b) {
+                          int64_t b, int64_t valid) {
   using F = typename V::F;
   constexpr int64_t kPrefetch = 4 * kTile;
   const int64_t steps = S::steps(k);
@@ -47,14 +47,15 @@ KTC_INLINE void bf16_rows(const ktc_gemm_args& a, int epilogue, const uint8_t* t
       }
     }
   }
-  for (int r = 0; r < R; ++r) {
-    emit<V>(a, epilogue, m + r, b, V::add(acc[r][0][0], acc[r][0][1]), V::add(acc[r][1][0], acc[r][1][1]));
+  for (int r = 0; r < R && r < valid; ++r) {
+    finish_float<S, V>(a, epilogue, m + r, b, V::add(acc[r][0][0], acc[r][0][1]),
+                       V::add(acc[r][1][0], acc[r][1][1]));
   }
 }
 
 template <class S, class V, int R>
 KTC_INLINE void fp32_rows(const ktc_gemm_args& a, int epilogue, const uint8_t* tiles, int64_t k, int64_t m,
-                          int64_t b) {
+                          int64_t b, int64_t valid) {
   using F = typename V::F;
   const int64_t steps = S::steps(k);
   const uint8_t* x = act_row(a.act, m, steps);
@@ -77,17 +78,19 @@ KTC_INLINE void fp32_rows(const ktc_gemm_args& a, int epilogue, const uint8_t* t
       acc[r][1] = V::add(acc[r][1], part[r][1]);
     }
   }
-  for (int r = 0; r < R; ++r) emit<V>(a, epilogue, m + r, b, acc[r][0], acc[r][1]);
+  for (int r = 0; r < R && r < valid; ++r) finish_float<S, V>(a, epilogue, m + r, b, acc[r][0], acc[r][1]);
 }
 
+/* Tails as in gemm_int.h. */
 template <class S, class V, int R>
 KTC_INLINE void float_sweep(const ktc_gemm_args& a, int epilogue, const uint8_t* tiles, int64_t k, int64_t m,
                             int64_t b) {
-  for (; m + R <= a.m_end; m += R) {
+  for (; a.m_end - m > R / 2; m += R) {
+    const int64_t valid = min64(R, a.m_end - m);
     if constexpr (S::kFormat == KTC_BF16) {
-      bf16_rows<S, V, R>(a, epilogue, tiles, k, m, b);
+      bf16_rows<S, V, R>(a, epilogue, tiles, k, m, b, valid);
     } else {
-      fp32_rows<S, V, R>(a, epilogue, tiles, k, m, b);
+      fp32_rows<S, V, R>(a, epilogue, tiles, k, m, b, valid);
     }
   }
   if constexpr (R > 1) float_sweep<S, V, R / 2>(a, epilogue, tiles, k, m, b);

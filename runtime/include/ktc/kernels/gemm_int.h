@@ -20,9 +20,11 @@ constexpr int64_t vector_scratch_bytes() {
   return kBlockRows * (S::kK != 0 && S::kK < kMaxPanelK ? S::kK : kMaxPanelK);
 }
 
-/* Rows m..m+R of the activations against block b. */
+/* Rows m..m+R of the activations against block b; the last R - valid of them are computed (they lie in
+ * the same tile) but neither scaled nor written. */
 template <class S, class V, int R, class Lines>
-KTC_INLINE void int_rows(const ktc_gemm_args& a, int epilogue, Lines lines, int64_t k, int64_t m, int64_t b) {
+KTC_INLINE void int_rows(const ktc_gemm_args& a, int epilogue, Lines lines, int64_t k, int64_t m, int64_t b,
+                         int64_t valid) {
   using I = typename V::I;
   using F = typename V::F;
   constexpr int64_t kRun = S::kRunK / 4; /* lines */
@@ -55,6 +57,7 @@ KTC_INLINE void int_rows(const ktc_gemm_args& a, int epilogue, Lines lines, int6
     }
     if constexpr (S::kGroupScale) {
       for (int r = 0; r < R; ++r) {
+        if (r >= valid) break;
         for (int h = 0; h < 2; ++h) {
           sum[r][h] = add_group<S, V>(a, m + r, b, g, groups, h, acc[r][h], sum[r][h]);
           acc[r][h] = V::izero();
@@ -63,19 +66,23 @@ KTC_INLINE void int_rows(const ktc_gemm_args& a, int epilogue, Lines lines, int6
     }
   }
   for (int r = 0; r < R; ++r) {
+    if (r >= valid) break;
     if constexpr (S::kGroupScale) {
-      emit_grouped<S, V>(a, epilogue, m + r, b, sum[r][0], sum[r][1]);
+      finish_float<S, V>(a, epilogue, m + r, b, sum[r][0], sum[r][1]);
     } else {
-      emit_int<S, V>(a, epilogue, m + r, b, acc[r][0], acc[r][1]);
+      finish_int<S, V>(a, epilogue, m + r, b, acc[r][0], acc[r][1]);
     }
   }
 }
 
-/* All rows from m on: R at a time, then the tail with R / 2 and so on (never across a tile). */
+/* All rows from m on: R at a time, and the tail with the smallest of R, R / 2, ... that covers it. Weights
+ * go by once for the tail, and no group of rows crosses a tile. */
 template <class S, class V, int R, class Lines>
 KTC_INLINE void int_sweep(const ktc_gemm_args& a, int epilogue, const Lines& lines, int64_t k, int64_t m,
                           int64_t b) {
-  for (; m + R <= a.m_end; m += R) int_rows<S, V, R, Lines>(a, epilogue, lines, k, m, b);
+  for (; a.m_end - m > R / 2; m += R) {
+    int_rows<S, V, R, Lines>(a, epilogue, lines, k, m, b, min64(R, a.m_end - m));
+  }
   if constexpr (R > 1) int_sweep<S, V, R / 2, Lines>(a, epilogue, lines, k, m, b);
 }
 

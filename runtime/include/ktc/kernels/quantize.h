@@ -117,7 +117,8 @@ inline void quantize_row(const ktc_quant_args& a, const Destinations& to, const 
       if (live) q = V::round(V::min(hi, V::max(lo, V::mul(load_columns<V>(x, k, a.k_valid), inv))));
       V::store_low8(line + 16 * j, q);
       sum = V::iadd(sum, q);
-      const bool group_ends = k + 16 == a.k || (S::kGroupScale && (k + 16) % (S::kGroup ? S::kGroup : 1) == 0);
+      const bool group_ends =
+          k + 16 == a.k || (S::kGroupScale && (k + 16) % (S::kGroup ? S::kGroup : 1) == 0);
       if (group_ends) {
         const int64_t g = S::kGroupScale ? k / (S::kGroup ? S::kGroup : 1) : 0;
         const int32_t total = V::isum(sum);

@@ -7,8 +7,12 @@
 
 namespace ktc {
 
-/* Below this many rows the vector kernels of the same library are faster (they stream weights). */
-constexpr int32_t kTileMinRows = 5;
+/* Below this many rows the vector kernels of the same library are faster: measured with weights from DRAM
+ * on one core with AMX and AVX-512 VNNI. A hint; the runtime may know better. */
+template <class S>
+constexpr int32_t tile_min_rows() {
+  return S::kFormat == KTC_BF16 ? 3 : S::kFormat == KTC_INT8 ? 6 : 9;
+}
 
 template <class S, class V, class T, int Epilogue>
 int tile_gemm(const ktc_gemm_args* args) {
@@ -27,7 +31,7 @@ constexpr ktc_gemm_kernel tile_kernel(const char* name) {
                          S::kScale,
                          Epilogue,
                          int32_t(S::kGroup),
-                         kTileMinRows,
+                         tile_min_rows<S>(),
                          S::kK,
                          TileShape<S>::scratch_bytes(),
                          &tile_gemm<S, V, T, Epilogue>,

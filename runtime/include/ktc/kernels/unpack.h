@@ -47,7 +47,7 @@ struct NibbleLines {
       *w1 = V::scale_nibbles(*w1, m1);
     }
   }
-  static constexpr int64_t kPrefetch = 2 * kTile;
+  static constexpr int64_t kPrefetch = 4 * kTile;
 };
 
 KTC_INLINE const uint8_t* block_mult(const ktc_gemm_args& a, int64_t b, int64_t groups) {

@@ -153,3 +153,54 @@ class Moe:
     chunk_tokens: int
     """Tokens worked on at once; longer calls go through in chunks, so that scratch is bounded."""
     def report(self) -> dict[str, object]: ...
+
+# ---- the decode graph (runtime/src/graph); use ktc.graph.build.GraphExecutor ----------------------
+class DenseScratch:
+    """Scratch that the unpacked experts of one executor share."""
+
+class GraphExperts:
+    """Unpacked experts of one layer, for `Executor.add`."""
+
+class Executor:
+    """Replays a program: `add` its nodes in order, then `step`. One step at a time."""
+
+    def __init__(
+        self,
+        pool: Pool | None,
+        buffers: Sequence[tuple[str, int]],  # ("T" | "R" | "scratch", bytes of a row)
+        states: Sequence[int],  # f32 of each cache
+        layouts: Sequence[tuple[int, int, Sequence[int]]],  # (max rows, arena bytes, offset of each buffer; -1 = logits)
+        context: int,
+        vocab: int,
+        n_deferred: int = -1,
+        n_skipped: int = 0,
+        trivial: bool = False,
+        isa: str = "",
+    ) -> None: ...
+    def add(
+        self,
+        op: str,
+        name: str,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        states: Sequence[int],
+        params: Mapping[str, float],
+        weights: Mapping[str, tuple[int, str, int, int]],
+        linear: Linear | None = None,
+        experts: Sequence[Moe] | GraphExperts | None = None,
+        callback: object = None,
+    ) -> None: ...
+    def dense_experts(self, scratch: DenseScratch, **options: object) -> GraphExperts: ...
+    def step(self, ids: NDArray[np.int64], position: int, decode: bool, logits: NDArray[np.float32]) -> None:
+        """IndexError: context full, or an id outside the vocabulary. Worker exceptions are raised here."""
+    def profile(self, on: bool) -> None: ...
+    def times(self) -> dict[str, tuple[int, int]]:
+        """operator -> (nanoseconds, calls) since `profile(True)`."""
+    arena_bytes: int
+    arena: int
+    state_bytes: int
+    max_rows: int
+    isa: str
+
+def graph_scratch(op: str, params: Mapping[str, float], threads: int, rows: int) -> int:
+    """Bytes of scratch that an operator needs for steps of up to `rows`."""

@@ -21,13 +21,19 @@ from ktc.progress import format_bytes
     help="Vouch for the bundle's library of this hash.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--graph", is_flag=True, help="Print the decode graph instead.")
 @click.option("--verbose", "-v", is_flag=True, help="List files and kernel flags too.")
-def command(bundle: Path, trust_sha256: tuple[str, ...], as_json: bool, verbose: bool) -> None:
+def command(bundle: Path, trust_sha256: tuple[str, ...], as_json: bool, graph: bool, verbose: bool) -> None:
     """Show what is in BUNDLE and what every layer runs on on this machine."""
     from ktc.bundle.describe import describe
     from ktc.bundle.reader import open_bundle
 
     opened = open_bundle(bundle)
+    if graph:
+        from ktc.native.inspect import graph_text
+
+        click.echo(graph_text(opened, as_json), nl=False)
+        return
     facts = describe(opened, trust_sha256)
     if as_json:
         click.echo(json.dumps(facts, indent=1))

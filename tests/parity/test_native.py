@@ -124,6 +124,24 @@ def test_damaged_graph_is_refused(native: Native, bundle: Callable[..., Path], t
         open_native(copy)
 
 
+def test_inspect_prints_the_graph(bundle: Callable[..., Path]) -> None:
+    from click.testing import CliRunner
+
+    from ktc.cli.inspect_cmd import command
+
+    result = CliRunner().invoke(command, [str(bundle("deepseek_v3", "int4")), "--graph"], standalone_mode=False)
+    assert result.exception is None, result.exception
+    assert (
+        "graph of deepseek_v3" in result.output
+        and "tiles=" in result.output
+        and "steps of up to 1 tokens" in result.output
+    )
+    result = CliRunner().invoke(
+        command, [str(bundle("deepseek_v3", "int4")), "--graph", "--json"], standalone_mode=False
+    )
+    assert json.loads(result.output)["model_type"] == "deepseek_v3"
+
+
 SCRIPT = """
 import json, sys
 from pathlib import Path

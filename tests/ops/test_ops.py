@@ -204,9 +204,9 @@ def test_router_matches_hugging_face(isa: str, kind: str, experts: int, k: int, 
     score, group_score, renormalise, eps, scale, biased = FLAVOURS[kind]
     logits, bias = rand(33, experts, scale=2.0), rand(experts, seed=9, scale=0.3)
     weights, ids = torch.empty(33, k), torch.empty(33, k, dtype=torch.int64)
-    ops.router(isa, ptr(logits), 33, score, group_score, experts, k, groups if group_score else 1,
-               kept if group_score else 1, ptr(bias) if biased else 0, renormalise, eps, scale, ptr(weights),
-               ptr(ids))  # fmt: skip
+    n_group, n_kept = (groups, kept) if group_score else (1, 1)
+    ops.router(isa, ptr(logits), 33, score, group_score, experts, k, n_group, n_kept, ptr(bias) if biased else 0,
+               renormalise, eps, scale, ptr(weights), ptr(ids))  # fmt: skip
     want_w, want_ids = hf_router(logits, kind, k, bias, groups, kept)
     dense, want = torch.zeros(33, experts), torch.zeros(33, experts)
     assert torch.equal(ids.sort(-1).values, want_ids.sort(-1).values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import mmap
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,18 +74,28 @@ def cpu_features() -> set[str]:
     return features
 
 
-def aligned(nbytes: int, fill: int = 0, alignment: int = 64) -> NDArray[np.uint8]:
-    raw = np.full(nbytes + alignment, fill, np.uint8)
-    start = -raw.ctypes.data % alignment
-    return raw[start : start + nbytes]
+def guarded(nbytes: int, fill: int = 0) -> NDArray[np.uint8]:
+    """Bytes that end where the address space does: one byte past them is an unmapped page.
+
+    64-byte aligned when `nbytes` is a multiple of 64. A kernel that reads or writes past its operands dies here.
+    """
+    size = round_up(max(nbytes, 1), mmap.PAGESIZE)
+    space = mmap.mmap(-1, size + mmap.PAGESIZE)
+    whole = np.frombuffer(space, np.uint8)
+    whole[:size] = fill
+    if C.CDLL(None).mprotect(C.c_void_p(whole.ctypes.data + size), C.c_size_t(mmap.PAGESIZE), 0) != 0:
+        raise OSError("mprotect failed")
+    return whole[size - nbytes : size]
 
 
 def ptr(a: Array | None) -> int | None:
     return None if a is None else a.ctypes.data
 
 
-def aligned_copy(a: Array) -> NDArray[np.uint8]:
-    out = aligned(a.nbytes)
+def guarded_copy(a: Array | None) -> NDArray[np.uint8] | None:
+    if a is None:
+        return None
+    out = guarded(a.nbytes)
     out[:] = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
     return out
 
@@ -103,9 +114,10 @@ class Packed:
     def __post_init__(self) -> None:
         steps = self.k_pad // STEP_K[self.scheme.data_type]
         # Everything a kernel must not read is poison: 0x7f bytes are huge numbers or NaNs.
-        self.tiles = aligned(round_up(self.rows, 16) // 16 * steps * 1024, 0xFF)
-        self.scale = np.full(self.rows, np.nan, np.float32)
-        self.sums = np.full((self.rows, groups_of(self.scheme, self.k_pad)), 2**30, np.int32)
+        self.tiles = guarded(round_up(self.rows, 16) // 16 * steps * 1024, 0xFF)
+        self.scale = guarded(4 * self.rows, 0xFF).view(np.float32)
+        groups = groups_of(self.scheme, self.k_pad)
+        self.sums = guarded(4 * self.rows * groups, 0x3F).view(np.int32).reshape(self.rows, groups)
 
     @property
     def struct(self) -> Act:
@@ -137,7 +149,9 @@ class Kernel:
     ) -> Packed:
         """x [M, K] -> packed rows; `rows` of the destination (default M * copies)."""
         m, k = x.shape
-        x = np.ascontiguousarray(x, np.float32)
+        source = guarded(4 * x.size).view(np.float32).reshape(x.shape)
+        source[:] = x
+        x = source
         packed = Packed(scheme, m * copies if rows is None else rows, round_up(k, 64))
         amax = None if amax is None else np.ascontiguousarray(amax, np.float32)
         dst_row = None if dst_row is None else np.ascontiguousarray(dst_row, np.int64)
@@ -167,14 +181,15 @@ class Kernel:
         """out [rows, ld_out] is written in place; defaults: all rows, all blocks, n_out = w.n (w.n / 2 if gated)."""
         layout = w.layout
         gated = self.struct.epilogue >= 2
-        tiles = aligned_copy(w.tiles)
-        scratch = aligned(int(self.struct.scratch_bytes), 0xFF)
+        tiles, scale, mult = guarded_copy(w.tiles), guarded_copy(w.scale), guarded_copy(w.mult)
+        bias = None if bias is None else guarded_copy(bias).view(np.float32)  # type: ignore[union-attr]
+        scratch = guarded(int(self.struct.scratch_bytes), 0xFF)
         m_begin, m_end = rows or (0, act.rows)
         first, last = blocks or (0, layout.blocks)
         args = GemmArgs(
             struct_size=C.sizeof(GemmArgs), k=layout.k_pad, m_begin=m_begin, m_end=m_end,
             block_begin=first, block_end=last, n_out=(w.n // (2 if gated else 1)) if n_out is None else n_out,
-            act=act.struct, weight=Weight(ptr(tiles), ptr(w.scale), ptr(w.mult), ptr(bias)),
+            act=act.struct, weight=Weight(ptr(tiles), ptr(scale), ptr(mult), ptr(bias)),
             out=ptr(out), ld_out=out.shape[1], row_index=ptr(row_index), row_weight=ptr(row_weight),
             row_amax=ptr(row_amax), act_alpha=alpha, act_limit=limit, scratch=ptr(scratch),
         )  # fmt: skip

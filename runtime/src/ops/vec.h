@@ -97,14 +97,53 @@ KTC_INLINE F16x fma(const F16x& a, const F16x& b, const F16x& c) {
   return r;
 }
 
-// ((l + l+8) + (+4)) + (+2)) + (+1): one tree on every ISA.
+// (((l + l+8) + l+4) + l+2) + l+1: one tree on every ISA.
+#if KTC_LANES == 16
 KTC_INLINE float sum16(const F16x& v) {
-  float t[16];
-  store16(t, v);
-  for (int h = 8; h; h >>= 1)
-    for (int i = 0; i < h; ++i) t[i] += t[i + h];
-  return t[0];
+  NativeF x = v.p[0];
+  x += __builtin_shuffle(x, (NativeI){8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15});
+  x += __builtin_shuffle(x, (NativeI){4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7});
+  x += __builtin_shuffle(x, (NativeI){2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3});
+  x += __builtin_shuffle(x, (NativeI){1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1});
+  return x[0];
 }
+// Lane i of the result is sum16(v[i]): the tree is walked for all sixteen vectors at once.
+KTC_INLINE NativeF sum16_each(const NativeF* v) {
+  NativeF a[8], b[4], c[2];
+  for (int i = 0; i < 8; ++i)  // [v(i) by 8 | v(i + 8) by 8]
+    a[i] =
+        __builtin_shuffle(v[i], v[i + 8], (NativeI){0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}) +
+        __builtin_shuffle(v[i], v[i + 8],
+                          (NativeI){8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+  for (int i = 0; i < 4; ++i)  // quarters: i, i + 4, i + 8, i + 12
+    b[i] = __builtin_shuffle(a[i], a[i + 4],
+                             (NativeI){0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}) +
+           __builtin_shuffle(a[i], a[i + 4],
+                             (NativeI){4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31});
+  for (int i = 0; i < 2; ++i)  // eighths: i, i + 2, ..., i + 14
+    c[i] = __builtin_shuffle(b[i], b[i + 2],
+                             (NativeI){0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}) +
+           __builtin_shuffle(b[i], b[i + 2],
+                             (NativeI){2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31});
+  return __builtin_shuffle(c[0], c[1], (NativeI){0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}) +
+         __builtin_shuffle(c[0], c[1], (NativeI){1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31});
+}
+#elif KTC_LANES == 8
+KTC_INLINE float sum16(const F16x& v) {
+  NativeF x = v.p[0] + v.p[1];
+  x += __builtin_shuffle(x, (NativeI){4, 5, 6, 7, 4, 5, 6, 7});
+  x += __builtin_shuffle(x, (NativeI){2, 3, 2, 3, 2, 3, 2, 3});
+  x += __builtin_shuffle(x, (NativeI){1, 1, 1, 1, 1, 1, 1, 1});
+  return x[0];
+}
+#else
+KTC_INLINE float sum16(const F16x& v) {
+  NativeF x = (v.p[0] + v.p[2]) + (v.p[1] + v.p[3]);
+  x += __builtin_shuffle(x, (NativeI){2, 3, 2, 3});
+  x += __builtin_shuffle(x, (NativeI){1, 1, 1, 1});
+  return x[0];
+}
+#endif
 
 KTC_INLINE NativeF bf16_to_native(const uint16_t* x) {
   NativeH h;

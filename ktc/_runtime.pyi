@@ -169,7 +169,8 @@ class Executor:
         pool: Pool | None,
         buffers: Sequence[tuple[str, int]],  # ("T" | "R" | "scratch", bytes of a row)
         states: Sequence[int],  # f32 of each cache
-        layouts: Sequence[tuple[int, int, Sequence[int]]],  # (max rows, arena bytes, offset of each buffer; -1 = logits)
+        # (max rows, arena bytes, offset of each buffer; -1 = logits)
+        layouts: Sequence[tuple[int, int, Sequence[int]]],
         context: int,
         vocab: int,
         n_deferred: int = -1,

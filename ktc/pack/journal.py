@@ -109,7 +109,7 @@ class Journal:
                 entry = json.loads(line)
             except ValueError:
                 break
-            if not isinstance(entry, dict) or not ({"journal"} <= entry.keys() or _ENTRY_KEYS <= entry.keys()):
+            if not isinstance(entry, dict) or not ({"journal"} <= entry.keys() or entry.keys() >= _ENTRY_KEYS):
                 break
             lines.append(entry)
         if lines and lines[0].get("journal") != JOURNAL_VERSION:

@@ -65,16 +65,16 @@ enum ktc_status { KTC_OK = 0, KTC_ERR_ARGS = 1, KTC_ERR_UNSUPPORTED = 2 };
 
 /* Packed activations of M rows (see the layout above). */
 typedef struct ktc_act {
-  uint8_t *tiles;  /* [ceil(M/16)][steps][1024], 64-byte aligned                                 */
-  float *scale;    /* [M]; integer formats only                                                  */
-  int32_t *sums;   /* [M][groups]; integer formats only. groups = 1 unless KTC_SCALE_GROUP       */
+  uint8_t* tiles; /* [ceil(M/16)][steps][1024], 64-byte aligned                                 */
+  float* scale;   /* [M]; integer formats only                                                  */
+  int32_t* sums;  /* [M][groups]; integer formats only. groups = 1 unless KTC_SCALE_GROUP       */
 } ktc_act;
 
 typedef struct ktc_weight {
-  const uint8_t *tiles; /* 64-byte aligned                                                       */
-  const float *scale;
-  const uint8_t *mult;
-  const float *bias;    /* f32 [N_pad] in the matrix's own row order, or NULL                    */
+  const uint8_t* tiles; /* 64-byte aligned                                                       */
+  const float* scale;
+  const uint8_t* mult;
+  const float* bias; /* f32 [N_pad] in the matrix's own row order, or NULL                    */
 } ktc_weight;
 
 /* One task: rows [m_begin, m_end) of the activations against N-blocks [block_begin, block_end).
@@ -82,21 +82,21 @@ typedef struct ktc_weight {
  * Columns >= n_out are not written (so outputs need no padding); a GATED kernel has n_out = I_pad. */
 typedef struct ktc_gemm_args {
   uint32_t struct_size;
-  uint32_t flags;            /* reserved, 0                                                      */
-  int64_t k;                 /* K_pad; must equal the kernel's k unless that is 0                */
+  uint32_t flags; /* reserved, 0                                                      */
+  int64_t k;      /* K_pad; must equal the kernel's k unless that is 0                */
   int64_t m_begin, m_end;
   int64_t block_begin, block_end;
   int64_t n_out;
   ktc_act act;
   ktc_weight weight;
-  float *out;
-  int64_t ld_out;            /* floats between rows of out                                       */
-  const int64_t *row_index;  /* SCATTER_ADD: output row of each activation row m (indexed by m)  */
-  const float *row_weight;   /* SCATTER_ADD                                                      */
-  float *row_amax;           /* GATED, optional: [M], atomically raised to max |h| of the row;
-                                set to NaN for good by a NaN or infinity. May be NULL            */
+  float* out;
+  int64_t ld_out;           /* floats between rows of out                                       */
+  const int64_t* row_index; /* SCATTER_ADD: output row of each activation row m (indexed by m)  */
+  const float* row_weight;  /* SCATTER_ADD                                                      */
+  float* row_amax;          /* GATED, optional: [M], atomically raised to max |h| of the row;
+                               set to NaN for good by a NaN or infinity. May be NULL            */
   float act_alpha, act_limit;
-  void *scratch;             /* thread-local, 64-byte aligned, scratch_bytes of the kernel       */
+  void* scratch; /* thread-local, 64-byte aligned, scratch_bytes of the kernel       */
 } ktc_gemm_args;
 
 /* Quantise/convert rows [m_begin, m_end) of x (f32, row stride ld_x, k_valid columns, zero padded
@@ -107,26 +107,26 @@ typedef struct ktc_gemm_args {
 typedef struct ktc_quant_args {
   uint32_t struct_size;
   uint32_t flags;
-  int64_t k_valid, k;        /* k = K_pad                                                        */
+  int64_t k_valid, k; /* k = K_pad                                                        */
   int64_t m_begin, m_end;
-  const float *x;
+  const float* x;
   int64_t ld_x;
-  const int64_t *dst_row;    /* entries < 0 are skipped                                          */
-  int64_t copies;            /* >= 1                                                             */
-  const float *amax;
+  const int64_t* dst_row; /* entries < 0 are skipped                                          */
+  int64_t copies;         /* >= 1                                                             */
+  const float* amax;
   ktc_act act;
 } ktc_quant_args;
 
 typedef struct ktc_gemm_kernel {
   uint32_t struct_size;
   int32_t format, scale, epilogue;
-  int32_t group;             /* 0 = whole row                                                    */
-  int32_t min_rows;          /* the caller should prefer another kernel below this (hint)        */
-  int64_t k;                 /* specialised K_pad, or 0 for any multiple of 64                   */
-  int64_t scratch_bytes;     /* per thread                                                       */
-  int (*gemm)(const ktc_gemm_args *);
-  int (*quantize)(const ktc_quant_args *);
-  const char *name;
+  int32_t group;         /* 0 = whole row                                                    */
+  int32_t min_rows;      /* the caller should prefer another kernel below this (hint)        */
+  int64_t k;             /* specialised K_pad, or 0 for any multiple of 64                   */
+  int64_t scratch_bytes; /* per thread                                                       */
+  int (*gemm)(const ktc_gemm_args*);
+  int (*quantize)(const ktc_quant_args*);
+  const char* name;
 } ktc_gemm_kernel;
 
 typedef struct ktc_kernel_lib {
@@ -134,16 +134,16 @@ typedef struct ktc_kernel_lib {
   uint32_t abi_version;
   uint32_t layout_version;
   uint32_t kernel_count;
-  const ktc_gemm_kernel *kernels;
-  const char *variant;           /* "portable", "avx2", "avx512", "amx", "emulated"              */
-  const char *required_features; /* space separated names as in /proc/cpuinfo                    */
-  const char *source_key;        /* the build key, hex                                           */
+  const ktc_gemm_kernel* kernels;
+  const char* variant;           /* "portable", "avx2", "avx512", "amx", "emulated"              */
+  const char* required_features; /* space separated names as in /proc/cpuinfo                    */
+  const char* source_key;        /* the build key, hex                                           */
   int (*thread_init)(void);      /* tile configuration; once per worker thread. May be NULL      */
   int (*thread_fini)(void);      /* tile release. May be NULL                                    */
 } ktc_kernel_lib;
 
 /* NULL if the library does not speak `abi_version`. */
-typedef const ktc_kernel_lib *(*ktc_kernel_query_fn)(uint32_t abi_version);
+typedef const ktc_kernel_lib* (*ktc_kernel_query_fn)(uint32_t abi_version);
 
 #ifdef __cplusplus
 }

@@ -67,4 +67,5 @@ PYBIND11_MODULE(_runtime, m) {
   ktc::bind_run(m);
   ktc::bind_limits(m);
   ktc::bind_graph(m);
+  ktc::bind_cuda(m);
 }

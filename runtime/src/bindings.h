@@ -11,4 +11,7 @@ void bind_run(pybind11::module_& m);
 // compute_kinds, measure_compute and ReadProbe.
 void bind_limits(pybind11::module_& m);
 
+// CudaLane (cuda/bindings_cuda.cpp).
+void bind_cuda(pybind11::module_& m);
+
 }  // namespace ktc

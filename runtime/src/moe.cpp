@@ -142,7 +142,8 @@ int64_t Moe::submit(const float* x, int64_t ld_x, int64_t tokens, const int64_t*
   return next_ticket_++;
 }
 
-void Moe::collect(int64_t ticket, float* out, int64_t ld_out) {
+// The finished call of a ticket; a task's exception gives the call back and is raised here.
+std::unique_ptr<MoeCall> Moe::finish(int64_t ticket, bool help) {
   std::unique_ptr<MoeCall> call;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -153,11 +154,18 @@ void Moe::collect(int64_t ticket, float* out, int64_t ld_out) {
     calls_.erase(it);
   }
   try {
-    pool_->wait(call->job);
+    pool_->wait(call->job, help);
   } catch (...) {
     give_back(std::move(call));
     throw;
   }
+  return call;
+}
+
+void Moe::discard(int64_t ticket) { give_back(finish(ticket, true)); }
+
+void Moe::collect(int64_t ticket, float* out, int64_t ld_out, bool help) {
+  std::unique_ptr<MoeCall> call = finish(ticket, help);
   for (int64_t t = 0; t < call->tokens; ++t)
     std::memcpy(out + t * ld_out, call->staged_out + t * o_.hidden, o_.hidden * sizeof(float));
   give_back(std::move(call));

@@ -48,8 +48,10 @@ class Moe {
   // x f32 [tokens, hidden], ids [tokens, top_k], weights f32 [tokens, top_k]; all are copied.
   // Throws std::invalid_argument naming token and id if an id is out of range.
   int64_t submit(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights);
-  // Writes out f32 [tokens, hidden]; tickets in any order, each once.
-  void collect(int64_t ticket, float* out, int64_t ld_out);
+  // Writes out f32 [tokens, hidden]; tickets in any order, each once. `help`: as Pool::wait.
+  void collect(int64_t ticket, float* out, int64_t ld_out, bool help = true);
+  // Waits for a ticket whose result nobody wants.
+  void discard(int64_t ticket);
   // submit and collect without the copies.
   void forward(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights,
                float* out, int64_t ld_out);
@@ -69,6 +71,7 @@ class Moe {
   friend struct MoeCall;
 
   std::unique_ptr<MoeCall> take_call();
+  std::unique_ptr<MoeCall> finish(int64_t ticket, bool help);
   void give_back(std::unique_ptr<MoeCall> call);
   void check_ids(int64_t tokens, const int64_t* ids) const;
 

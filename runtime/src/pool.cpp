@@ -152,17 +152,18 @@ void Pool::submit(Job* job) {
   event_.notify();
 }
 
-void Pool::wait(Job* job) {
+void Pool::wait(Job* job, bool help) {
   check_not_forked();
+  help = help || node_threads_[0] == 1 || job->schedule_ == Schedule::kStatic;
   while (!job->done_.load(std::memory_order_acquire)) {
     const uint32_t released = released_.now();
     bool mine = false;
-    {
+    if (help) {
       const std::lock_guard<std::mutex> lock(mutex_);
       if (!caller_busy_) caller_busy_ = mine = true;
     }
     if (!mine) {  // another thread works in slot 0; it or the workers will get to our job
-      if (!job->done_.load(std::memory_order_acquire)) released_.wait(released, 0);
+      if (!job->done_.load(std::memory_order_acquire)) released_.wait(released, help ? 0 : spin_ns_);
       continue;
     }
     Slot& slot = *slots_[0];

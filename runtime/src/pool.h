@@ -42,8 +42,9 @@ class Pool {
   // Starts the job. It may finish before `wait`, but a pool without workers only works in `wait`.
   // Throws std::runtime_error in a process forked after the pool was made.
   void submit(Job* job);
-  // Works until the job is done; rethrows the first exception of its tasks.
-  void wait(Job* job);
+  // Works until the job is done; rethrows the first exception of its tasks. Without `help` the caller only
+  // waits, unless nobody else would do the first thread's share (no worker on node 0, or a static schedule).
+  void wait(Job* job, bool help = true);
 
  private:
   struct alignas(64) Slot {

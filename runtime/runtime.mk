@@ -14,17 +14,26 @@ runtime:
 	@for lib in $(RUNTIME_BUILD)/_runtime*.so; do \
 	  cp $$lib ktc/.$$(basename $$lib).new && mv -f ktc/.$$(basename $$lib).new ktc/$$(basename $$lib); done
 
-asan: build/stress-asan
-	ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=halt_on_error=1 $< $(STRESS_ARGS)
+asan: build/stress-asan build/lane_stress-asan
+	for run in $^; do ASAN_OPTIONS=detect_leaks=1 UBSAN_OPTIONS=halt_on_error=1 $$run $(STRESS_ARGS) || exit 1; done
 
-tsan: build/stress-tsan
-	TSAN_OPTIONS=halt_on_error=1 $< $(STRESS_ARGS)
+tsan: build/stress-tsan build/lane_stress-tsan
+	for run in $^; do TSAN_OPTIONS=halt_on_error=1 $$run $(STRESS_ARGS) || exit 1; done
 
-build/stress-asan: SANITIZE := address,undefined
-build/stress-tsan: SANITIZE := thread
+build/%-asan: SANITIZE := address,undefined
+build/%-tsan: SANITIZE := thread
 build/stress-%: runtime/tests/stress.cpp tests/runtime/reference_lib.cpp $(STRESS_SOURCES) $(wildcard runtime/src/*.h)
 	mkdir -p build
 	$(CXX) -std=c++17 -O2 -g -fPIC -shared -fsanitize=$(SANITIZE) -Iruntime/include \
 	  tests/runtime/reference_lib.cpp -o $@.lib.so
 	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -fsanitize=$(SANITIZE) -Iruntime/include -Iruntime/src \
 	  runtime/tests/stress.cpp $(STRESS_SOURCES) -o $@ -pthread -ldl
+
+# The CUDA lane's callback protocol, a thread as the stream.
+build/lane_stress-%: runtime/tests/lane_stress.cpp tests/runtime/reference_lib.cpp $(STRESS_SOURCES) \
+  runtime/src/cuda/exchange.cpp runtime/src/cuda/lane.cpp $(wildcard runtime/src/*.h runtime/src/cuda/*.h)
+	mkdir -p build
+	$(CXX) -std=c++17 -O2 -g -fPIC -shared -fsanitize=$(SANITIZE) -Iruntime/include \
+	  tests/runtime/reference_lib.cpp -o $@.lib.so
+	$(CXX) -std=c++17 -O1 -g -Wall -Wextra -fsanitize=$(SANITIZE) -Iruntime/include -Iruntime/src \
+	  $< $(STRESS_SOURCES) runtime/src/cuda/exchange.cpp runtime/src/cuda/lane.cpp -o $@ -pthread -ldl

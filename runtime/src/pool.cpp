@@ -185,8 +185,9 @@ void Pool::wait(Job* job, bool help) {
     std::exception_ptr error;
     {
       const std::lock_guard<std::mutex> lock(job->error_mutex_);
-      error = job->error_;
+      error = std::move(job->error_);  // the waiter's alone: whoever reuses the job must not share it
     }
+    if (!error) throw std::logic_error("a failed job was waited for twice");
     std::rethrow_exception(error);
   }
 }

@@ -10,7 +10,6 @@ linears only fill their outputs and are not counted. Prints microseconds a layer
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +73,7 @@ class _Noise:
     def linear(self, node: Node) -> Any:
         raise AssertionError("nothing is packed")
 
-    def experts(self, module: str, slots: Sequence[int]) -> Any:
+    def experts(self, module: str) -> Any:
         raise AssertionError("nothing is packed")
 
     def callback(self, module: str) -> Callback:

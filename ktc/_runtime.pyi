@@ -142,8 +142,10 @@ class Moe:
         scheduling: str = "dynamic",  # or "static"
         min_rows: Mapping[str, int] = ...,  # kernel name prefix -> tokens from which it is preferred here
     ) -> None: ...
-    def submit(self, x: int, ld_x: int, tokens: int, ids: int, weights: int) -> int:
-        """Hand over x f32 [T, H], ids i64 [T, k], weights f32 [T, k] (copied before this returns). Returns a ticket."""
+    def submit(self, x: int, ld_x: int, tokens: int, ids: int, weights: int, k: int = 0) -> int:
+        """Hand over x f32 [T, H], ids i64 [T, k], weights f32 [T, k] (copied before this returns). Returns a ticket.
+
+        k: experts a token of this call, 1 to top_k; 0 = top_k."""
     def collect(self, ticket: int, out: int, ld_out: int) -> None:
         """Wait for that ticket and write out f32 [T, H]. An exception in a worker is raised here."""
     def forward(self, x: int, ld_x: int, tokens: int, ids: int, weights: int, out: int, ld_out: int) -> None: ...
@@ -188,12 +190,14 @@ class Executor:
         params: Mapping[str, float],
         weights: Mapping[str, tuple[int, str, int, int]],
         linear: Linear | None = None,
-        experts: Sequence[Moe] | GraphExperts | None = None,
+        experts: Moe | GraphExperts | None = None,
         callback: object = None,
     ) -> None: ...
     def dense_experts(self, scratch: DenseScratch, **options: object) -> GraphExperts: ...
     def step(self, ids: NDArray[np.int64], position: int, decode: bool, logits: NDArray[np.float32]) -> None:
         """IndexError: context full, or an id outside the vocabulary. Worker exceptions are raised here."""
+    def set_deferral(self, n_deferred: int, n_skipped: int) -> None:
+        """From the next decode step on; n_deferred -1 = as the program says. ValueError: a layer cannot."""
     def profile(self, on: bool) -> None: ...
     def times(self) -> dict[str, tuple[int, int]]:
         """operator -> (nanoseconds, calls) since `profile(True)`."""

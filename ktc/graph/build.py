@@ -7,7 +7,7 @@ pointers: whoever keeps it must keep the `Weights` too (`GraphExecutor` does).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,8 +48,8 @@ class Weights(Protocol):
     def linear(self, node: Node) -> Any:
         """The native packed linear of a `linear` node that has tiles."""
 
-    def experts(self, module: str, slots: Sequence[int]) -> Any:
-        """The packed experts of a MoE block: one `_runtime.Moe` for calls with each of `slots` experts a token."""
+    def experts(self, module: str) -> Any:
+        """The packed experts of a MoE block: a `_runtime.Moe`."""
 
     def callback(self, module: str) -> Callback:
         """Hugging Face's code of a module."""
@@ -138,15 +138,15 @@ class GraphExecutor:
         self._dense_scratch = runtime.DenseScratch()
         self._constants = {k: np.array(v, dtype=np.float32) for k, v in program.constants.items()}
         for node in program.nodes:
-            self._add(node, n_deferred, n_skipped)
+            self._add(node)
 
-    def _add(self, node: Node, n_deferred: int | None, n_skipped: int) -> None:
+    def _add(self, node: Node) -> None:
         packed = "tiles" in node.weights
         experts = None
         if node.op == "moe_submit" and node.weights:
             experts = self._unpacked_experts(node)
         elif node.op == "moe_submit":
-            experts = self.weights.experts(node.module, self._slots(node, n_deferred, n_skipped))
+            experts = self.weights.experts(node.module)
         refs = {} if packed or node.op == "moe_submit" else {r: self._ref(node, r) for r in node.weights}
         self.native.add(
             node.op,
@@ -168,15 +168,6 @@ class GraphExecutor:
             return vector.ctypes.data, "fp32", 1, vector.size
         return self.weights.matrix(name) if role in MATRIX_ROLES.get(node.op, ()) else self.weights.vector(name)
 
-    @staticmethod
-    def _slots(node: Node, n_deferred: int | None, n_skipped: int) -> list[int]:
-        """Experts a token of the calls that this layer makes: all, and what deferring or skipping leaves."""
-        top_k, last = int(node.params["top_k"]), bool(node.params["last"])
-        planned = int(node.params.get("n_deferred", 0))
-        later = 0 if last else (planned if n_deferred is None else n_deferred)
-        slots = [top_k] + ([top_k - later, later] if later else []) + ([top_k - n_skipped] if n_skipped else [])
-        return list(dict.fromkeys(slots))
-
     def _unpacked_experts(self, node: Node) -> Any:
         p = node.params
         biased = [f"{r}_bias" for r in ("gate_up", "down") if f"{r}_bias" in node.weights]
@@ -186,6 +177,15 @@ class GraphExecutor:
         options |= {role: self._ref(node, role) for role in ("gate_up", "down")}
         options |= {role: self._ref(node, role)[0] for role in biased}
         return self.native.dense_experts(self._dense_scratch, isa=self._isa, **options)
+
+    def set_deferral(self, n_deferred: int | None, n_skipped: int = 0) -> None:
+        """Change how many experts are deferred or skipped, from the next decode step on; None = what the program says.
+
+        Raises:
+            KtcError: as on construction; nothing has changed.
+        """
+        check_deferral(self.program, n_deferred, n_skipped)
+        self.native.set_deferral(-1 if n_deferred is None else n_deferred, n_skipped)
 
     def step(
         self, ids: NDArray[np.int64], position: int, *, decode: bool = False, rows: int = 1

@@ -6,7 +6,6 @@ Nothing is packed: linears and experts run on the native operators over unpacked
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class ModelWeights:
     def linear(self, node: Node) -> Any:
         raise AssertionError("a model in memory has no packed linears")
 
-    def experts(self, module: str, slots: Sequence[int]) -> Any:
+    def experts(self, module: str) -> Any:
         raise AssertionError("a model in memory has no packed experts")
 
     def callback(self, module: str) -> Callback:

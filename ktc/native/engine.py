@@ -111,6 +111,14 @@ class NativeModel:
         """Forget the sequence."""
         self.position = 0
 
+    def set_deferral(self, n_deferred: int | None, n_skipped: int = 0) -> None:
+        """Experts of each MoE layer deferred or skipped from the next `decode` on; None = what the recipe says.
+
+        Raises:
+            KtcError: fewer than 2 experts would stay immediate, or both at once; nothing has changed.
+        """
+        self.graph.set_deferral(n_deferred, n_skipped)
+
     def prefill(self, ids: Sequence[int], rows: int = 1) -> NDArray[np.float32]:
         """Append tokens; logits of the last one, f32 [vocab] (or of the last `rows` of the last chunk, [rows, vocab]).
 

@@ -6,7 +6,7 @@ Everything is read file by file, in order, by threads of the node that uses it (
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,32 +117,29 @@ class BundleWeights:
         self._native.append(made)
         return made
 
-    def experts(self, module: str, slots: Sequence[int]) -> Any:
+    def experts(self, module: str) -> Any:
         from ktc import _runtime
 
         p = self.moes[module]
         weights = [self._expert_addresses(module, p, node) for node in range(len(p.splits))]
-        made = [
-            _runtime.Moe(
-                self.lib,
-                self.pool,
-                experts=p.experts,
-                top_k=top_k,
-                hidden=p.hidden,
-                intermediate=p.intermediate,
-                activation=p.activation,
-                alpha=p.alpha,
-                limit=p.limit,
-                data_type=p.data_type,
-                scale=p.scale,
-                group=p.group,
-                splits=list(p.splits),
-                weights=weights,
-                **self._choice,
-            )
-            for top_k in slots
-        ]
-        self._native += made
+        made = _runtime.Moe(
+            self.lib,
+            self.pool,
+            experts=p.experts,
+            top_k=p.top_k,
+            hidden=p.hidden,
+            intermediate=p.intermediate,
+            activation=p.activation,
+            alpha=p.alpha,
+            limit=p.limit,
+            data_type=p.data_type,
+            scale=p.scale,
+            group=p.group,
+            splits=list(p.splits),
+            weights=weights,
+            **self._choice,
+        )
+        self._native.append(made)
         return made
 
     def callback(self, module: str) -> Callback:

@@ -127,11 +127,11 @@ void bind_operators(py::module_& m) {
            "splits"_a, "weights"_a, "force"_a = "", "scheduling"_a = "dynamic", "min_rows"_a = MinRows{})
       .def(
           "submit",
-          [](Moe& self, uintptr_t x, int64_t ld_x, int64_t tokens, uintptr_t ids, uintptr_t weights) {
+          [](Moe& self, uintptr_t x, int64_t ld_x, int64_t tokens, uintptr_t ids, uintptr_t weights, int64_t k) {
             return self.submit(at<const float>(x), ld_x, tokens, at<const int64_t>(ids),
-                               at<const float>(weights));
+                               at<const float>(weights), k);
           },
-          "x"_a, "ld_x"_a, "tokens"_a, "ids"_a, "weights"_a, Release())
+          "x"_a, "ld_x"_a, "tokens"_a, "ids"_a, "weights"_a, "k"_a = 0, Release())
       .def(
           "collect",
           [](Moe& self, int64_t ticket, uintptr_t out, int64_t ld_out) {

@@ -85,11 +85,13 @@ Moe::~Moe() {
   }
 }
 
-void Moe::check_ids(int64_t tokens, const int64_t* ids) const {
+void Moe::check_ids(int64_t tokens, const int64_t* ids, int64_t k) const {
   if (tokens < 0) throw bad("negative token count");
-  for (int64_t i = 0; i < tokens * o_.top_k; ++i) {
+  if (k < 1 || k > o_.top_k)
+    throw bad("a token takes 1 to " + std::to_string(o_.top_k) + " experts, not " + std::to_string(k));
+  for (int64_t i = 0; i < tokens * k; ++i) {
     if (ids[i] < 0 || ids[i] >= o_.experts)
-      throw bad("token " + std::to_string(i / o_.top_k) + " is routed to expert " + std::to_string(ids[i]) +
+      throw bad("token " + std::to_string(i / k) + " is routed to expert " + std::to_string(ids[i]) +
                 ", there are " + std::to_string(o_.experts));
   }
 }
@@ -115,16 +117,18 @@ void Moe::give_back(std::unique_ptr<MoeCall> call) {
   idle_.push_back(std::move(call));
 }
 
-int64_t Moe::submit(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights) {
-  check_ids(tokens, ids);
+int64_t Moe::submit(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights,
+                    int64_t k) {
+  if (k == 0) k = o_.top_k;
+  check_ids(tokens, ids, k);
   std::unique_ptr<MoeCall> call = take_call();
   try {
-    call->lay_out(tokens, true);
+    call->lay_out(tokens, k, true);
     for (int64_t t = 0; t < tokens; ++t)
       std::memcpy(call->staged_x + t * o_.hidden, x + t * ld_x, o_.hidden * sizeof(float));
     if (tokens > 0) {
-      std::memcpy(call->staged_ids, ids, tokens * o_.top_k * sizeof(int64_t));
-      std::memcpy(call->staged_weights, weights, tokens * o_.top_k * sizeof(float));
+      std::memcpy(call->staged_ids, ids, tokens * k * sizeof(int64_t));
+      std::memcpy(call->staged_weights, weights, tokens * k * sizeof(float));
     }
     call->x = call->staged_x;
     call->ids = call->staged_ids;
@@ -173,11 +177,11 @@ void Moe::collect(int64_t ticket, float* out, int64_t ld_out, bool help) {
 
 void Moe::forward(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights,
                   float* out, int64_t ld_out) {
-  check_ids(tokens, ids);
+  check_ids(tokens, ids, o_.top_k);
   if (tokens == 0) return;
   std::unique_ptr<MoeCall> call = take_call();
   try {
-    call->lay_out(tokens, false);
+    call->lay_out(tokens, o_.top_k, false);
     call->x = x;
     call->ld_x = ld_x;
     call->ids = ids;

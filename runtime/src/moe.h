@@ -45,9 +45,11 @@ class Moe {
   // Waits for tickets that were never collected.
   ~Moe();
 
-  // x f32 [tokens, hidden], ids [tokens, top_k], weights f32 [tokens, top_k]; all are copied.
+  // x f32 [tokens, hidden], ids [tokens, k], weights f32 [tokens, k]; all are copied. k = 0: the layer's
+  // top_k; less for a token's experts in two calls (Expert Deferral) or with some left out.
   // Throws std::invalid_argument naming token and id if an id is out of range.
-  int64_t submit(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights);
+  int64_t submit(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights,
+                 int64_t k = 0);
   // Writes out f32 [tokens, hidden]; tickets in any order, each once. `help`: as Pool::wait.
   void collect(int64_t ticket, float* out, int64_t ld_out, bool help = true);
   // Waits for a ticket whose result nobody wants.
@@ -73,7 +75,7 @@ class Moe {
   std::unique_ptr<MoeCall> take_call();
   std::unique_ptr<MoeCall> finish(int64_t ticket, bool help);
   void give_back(std::unique_ptr<MoeCall> call);
-  void check_ids(int64_t tokens, const int64_t* ids) const;
+  void check_ids(int64_t tokens, const int64_t* ids, int64_t k) const;
 
   const std::shared_ptr<KernelLib> lib_;
   const std::shared_ptr<Pool> pool_;

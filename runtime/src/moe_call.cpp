@@ -39,12 +39,12 @@ void MoeCall::take(Space& space, int64_t total, bool staged) {
   const MoeOptions& o = m.o_;
   if (staged) {
     staged_x = space.template take<float>(total * o.hidden);
-    staged_ids = space.template take<int64_t>(total * o.top_k);
-    staged_weights = space.template take<float>(total * o.top_k);
+    staged_ids = space.template take<int64_t>(total * top_k);
+    staged_weights = space.template take<float>(total * top_k);
     staged_out = space.template take<float>(total * o.hidden);
   }
   const int64_t chunk = m.chunk_tokens_ > 0 ? std::min(total, m.chunk_tokens_) : total;
-  const int64_t slots = chunk * o.top_k;
+  const int64_t slots = chunk * top_k;
   const int64_t max_active = std::min(o.experts, slots);
   const int64_t rows = round_up(slots + 15 * max_active, 16);  // every expert starts on a whole tile
   active = space.template take<Active>(max_active);
@@ -65,13 +65,15 @@ void MoeCall::take(Space& space, int64_t total, bool staged) {
 
 int64_t MoeCall::scratch_bytes(const Moe& moe, int64_t tokens, bool staged) {
   MoeCall call(moe);
+  call.top_k = moe.o_.top_k;
   Measure measure;
   call.take(measure, tokens, staged);
   return measure.bytes;
 }
 
-void MoeCall::lay_out(int64_t total, bool staged) {
+void MoeCall::lay_out(int64_t total, int64_t k, bool staged) {
   tokens = total;
+  top_k = k;
   Measure measure;
   take(measure, total, staged);
   job->reset(m.lib_->raw(), m.o_.schedule, m.kernel_scratch_);
@@ -108,8 +110,8 @@ void MoeCall::plan_task(void* context, const Task&) {
 // Stable counting sort of (token, slot) by expert; an expert's rows start on a whole tile.
 void MoeCall::sort_by_expert() {
   const MoeOptions& o = m.o_;
-  const int64_t slots = count * o.top_k;
-  const int64_t* chunk_ids = ids + begin * o.top_k;
+  const int64_t slots = count * top_k;
+  const int64_t* chunk_ids = ids + begin * top_k;
   std::fill(expert_rows, expert_rows + o.experts, 0);
   for (int64_t s = 0; s < slots; ++s) ++expert_rows[chunk_ids[s]];
   active_count = 0;
@@ -125,8 +127,8 @@ void MoeCall::sort_by_expert() {
   for (int64_t s = 0; s < slots; ++s) {
     const int64_t at = expert_rows[chunk_ids[s]]++;
     dst_row[s] = at;
-    row_index[at] = s / o.top_k;
-    row_weight[at] = weights[begin * o.top_k + s];
+    row_index[at] = s / top_k;
+    row_weight[at] = weights[begin * top_k + s];
   }
   if (row_amax != nullptr) std::fill(row_amax, row_amax + row, 0.0f);
 }
@@ -135,7 +137,7 @@ void MoeCall::cut_tasks() {
   const MoeOptions& o = m.o_;
   const int node_count = static_cast<int>(nodes.size());
   const int64_t threads = m.pool_->threads();
-  const int64_t slots = count * o.top_k;
+  const int64_t slots = count * top_k;
 
   const bool serial_x = slots * o.hidden <= kSerialElements;
   pieces_x = serial_x ? 1 : std::min(count, threads * 4);

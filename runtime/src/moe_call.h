@@ -31,8 +31,9 @@ struct MoeCall {
 
   explicit MoeCall(const Moe& moe) : m(moe), nodes(moe.o_.nodes.size()) {}
 
-  // Claims the arena of `job` for so many tokens. Staged: x, ids, weights and out live there too.
-  void lay_out(int64_t tokens, bool staged);
+  // Claims the arena of `job` for so many tokens with `k` experts each. Staged: x, ids, weights and out live
+  // there too.
+  void lay_out(int64_t tokens, int64_t k, bool staged);
   void add_phases();
   static int64_t scratch_bytes(const Moe& moe, int64_t tokens, bool staged);
 
@@ -50,6 +51,7 @@ struct MoeCall {
   // The whole call.
   const float* x = nullptr;
   int64_t ld_x = 0, tokens = 0;
+  int64_t top_k = 0;  // experts a token of this call: at most the layer's
   const int64_t* ids = nullptr;
   const float* weights = nullptr;
   float* out = nullptr;
@@ -66,7 +68,7 @@ struct MoeCall {
   int64_t active_count = 0;
   int64_t pieces_x = 0, piece_h = 0, pieces_h = 0, pieces_out = 0;
   int64_t* expert_rows = nullptr;  // [experts]
-  int64_t* dst_row = nullptr;      // [chunk * top_k]
+  int64_t* dst_row = nullptr;      // [chunk * top_k of this call]
   int64_t* row_index = nullptr;    // [rows]
   float* row_weight = nullptr;     // [rows]
   float* row_amax = nullptr;       // [rows], integer formats

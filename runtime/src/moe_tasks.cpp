@@ -21,7 +21,7 @@ void MoeCall::quantize_x_task(void* context, const Task& task) {
   args.x = call.x + call.begin * call.ld_x;
   args.ld_x = call.ld_x;
   args.dst_row = call.dst_row;
-  args.copies = o.top_k;
+  args.copies = call.top_k;
   args.act = call.x_act;
   check_kernel(call.m.gate_up_[0].quantize()(&args), "quantize");
 }
@@ -58,7 +58,7 @@ void MoeCall::quantize_h_task(void* context, const Task& task) {
   const int64_t width = call.m.o_.nodes[task.node].width();
   const Node& node = call.nodes[task.node];
   int64_t row = task.index * call.piece_h;
-  const int64_t end = std::min(row + call.piece_h, call.count * call.m.o_.top_k);
+  const int64_t end = std::min(row + call.piece_h, call.count * call.top_k);
   const Active* const last = call.active + call.active_count;
   const Active* a = std::upper_bound<const Active*>(call.active, last, row,
                                                     [](int64_t r, const Active& x) { return r < x.first; }) -

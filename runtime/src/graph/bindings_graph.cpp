@@ -142,6 +142,7 @@ void bind_graph(py::module_& m) {
            "intermediate"_a, "activation"_a, "alpha"_a, "limit"_a, "gate_up"_a, "down"_a, "transposed"_a,
            "interleaved"_a, "gate_up_bias"_a = 0, "down_bias"_a = 0, "isa"_a = "")
       .def("step", &step, "ids"_a, "position"_a, "decode"_a, "logits"_a)
+      .def("set_deferral", &Executor::set_deferral, "n_deferred"_a, "n_skipped"_a)
       .def("profile", &Executor::profile, "on"_a)
       .def("times",
            [](const Executor& e) {

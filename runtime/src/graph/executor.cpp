@@ -146,6 +146,19 @@ void Executor::step(const int64_t* ids, int64_t rows, int64_t position, bool dec
   }
 }
 
+void Executor::set_deferral(int n_deferred, int n_skipped) {
+  Options wanted = options_;
+  wanted.n_deferred = n_deferred;
+  wanted.n_skipped = n_skipped;
+  try {
+    for (const auto& node : nodes_) node->configure(wanted);
+  } catch (...) {
+    for (const auto& node : nodes_) node->configure(options_);
+    throw;
+  }
+  options_ = wanted;
+}
+
 void Executor::profile(bool on) {
   profiling_ = on;
   std::fill(op_ns_.begin(), op_ns_.end(), 0);

@@ -98,6 +98,8 @@ class Node {
  public:
   virtual ~Node() = default;
   virtual void run(const Step& step) = 0;
+  // Takes over changed options; throws std::invalid_argument, and nothing has changed, if they do not fit.
+  virtual void configure(const Options&) {}
 };
 
 class Executor {
@@ -116,6 +118,10 @@ class Executor {
   // exception leaves no expert work outstanding and the caches undefined from `position` on.
   void step(const int64_t* ids, int64_t rows, int64_t position, bool decode, int64_t logit_rows,
             float* logits);
+
+  // Experts deferred (-1: as each node says) and skipped from the next decode step on. Throws
+  // std::invalid_argument, and nothing has changed, if some layer cannot.
+  void set_deferral(int n_deferred, int n_skipped);
 
   // Nanoseconds and calls per operator since the last reset; only filled while profiling is on.
   struct OpTime {

@@ -33,23 +33,28 @@ class Submit final : public Node {
         weights_(s.inputs.at(1)),
         ids_(s.inputs.at(2)),
         experts_(s.experts),
-        mail_(e.mailbox()) {
+        mail_(e.mailbox()),
+        last_(s.param("last", 0) != 0),
+        planned_(static_cast<int>(s.param("n_deferred", 0))) {
     if (!experts_) throw std::invalid_argument("moe_submit node '" + s.name + "' has no experts");
-    const bool last = s.param("last", 0) != 0;
-    const int planned = static_cast<int>(s.param("n_deferred", 0));
-    deferred_ = last ? 0 : (e.options().n_deferred >= 0 ? e.options().n_deferred : planned);
-    skipped_ = e.options().n_skipped;
-    const int64_t k = experts_->top_k;
-    if (deferred_ > 0 && (deferred_ > k - 2 || skipped_ > 0))
-      throw std::invalid_argument("cannot defer " + std::to_string(deferred_) + " of " + std::to_string(k) +
-                                  " experts: at least 2 stay immediate, and skipping excludes deferring");
-    if (skipped_ < 0 || skipped_ >= k)
-      throw std::invalid_argument("cannot skip " + std::to_string(skipped_) + " of " + std::to_string(k) +
-                                  " experts");
-    const auto slots = static_cast<size_t>(e.max_rows() * k);
+    configure(e.options());
+    const auto slots = static_cast<size_t>(e.max_rows() * experts_->top_k);
     mail_.ids.resize(std::max(mail_.ids.size(), slots));
     mail_.weights.resize(std::max(mail_.weights.size(), slots));
     mail_.scratch.resize(std::max(mail_.scratch.size(), static_cast<size_t>(experts_->hidden)));
+  }
+
+  void configure(const Options& o) override {
+    const int64_t k = experts_->top_k;
+    const int deferred = last_ ? 0 : (o.n_deferred >= 0 ? o.n_deferred : planned_);
+    if (deferred > 0 && (deferred > k - 2 || o.n_skipped > 0))
+      throw std::invalid_argument("cannot defer " + std::to_string(deferred) + " of " + std::to_string(k) +
+                                  " experts: at least 2 stay immediate, and skipping excludes deferring");
+    if (o.n_skipped < 0 || o.n_skipped >= k)
+      throw std::invalid_argument("cannot skip " + std::to_string(o.n_skipped) + " of " + std::to_string(k) +
+                                  " experts");
+    deferred_ = deferred;
+    skipped_ = o.n_skipped;
   }
 
   void run(const Step& st) override {
@@ -89,6 +94,8 @@ class Submit final : public Node {
   int x_, weights_, ids_;
   std::shared_ptr<Experts> experts_;
   Mailbox& mail_;
+  const bool last_;
+  const int planned_;
   int deferred_ = 0, skipped_ = 0;
 };
 

@@ -209,3 +209,29 @@ class Executor:
 
 def graph_scratch(op: str, params: Mapping[str, float], threads: int, rows: int) -> int:
     """Bytes of scratch that an operator needs for steps of up to `rows`."""
+
+# ---- the CUDA lane (runtime/src/cuda); use ktc.cuda.experts.ExpertLane ----------------------------
+def cuda_send_layout(hidden: int, top_k: int, rows: int) -> tuple[int, int, int]:
+    """Where weights and ids start in a send buffer (x f32 at 0, weights f32, ids i64), and its bytes."""
+
+class CudaLane:
+    """The MoE layers of a model beside a CUDA stream. Works with what libcudart the process has; links none."""
+
+    def __init__(self, layers: Sequence[Moe], cudart: str = "", help: bool = False) -> None:
+        """RuntimeError: there is no libcudart."""
+    cudart: str
+    def bind(self, layer: int, rows: int, decode: bool, host_send: int, host_receive: int) -> int:
+        """A handle for visits of `layer` over this staging (pinned; send layout, and f32 [rows, hidden])."""
+    def submit(self, stream: int, call: int, device_send: int) -> None:
+        """Enqueue the copy to the host and the callback that hands the rows to the pool. May be captured."""
+    def collect(self, stream: int, call: int, device_out: int) -> None:
+        """Enqueue the callback that waits, and the copy to the device, f32 [rows, hidden]. May be captured."""
+    def copy(self, stream: int, dst: int, src: int, nbytes: int) -> None:
+        """Enqueue a copy, either way. May be captured."""
+    def synchronize(self, stream: int) -> None: ...
+    def split(self, deferred: Sequence[int], skipped: Sequence[int]) -> None:
+        """Per layer, for decode steps from now on; the stream must be idle. ValueError: they do not fit."""
+    def check(self) -> None:
+        """After `synchronize`: RuntimeError with the first worker exception since the last check."""
+    def stats(self) -> dict[str, int]:
+        """submits, collects, errors, wait_ns (nanoseconds that collects waited)."""

@@ -177,28 +177,31 @@ def set_tensor(module: nn.Module, key: str, value: Tensor) -> None:
 
 
 def _fill_experts(module: nn.Module, name: str, moe: MoePlan, store: WeightStore, kernels: Kernels) -> None:
+    assert isinstance(module, KtcFusedMoE)
+    module.attach(make_moe(name, moe, store, kernels))
+
+
+def make_moe(name: str, moe: MoePlan, store: WeightStore, kernels: Kernels) -> Any:
+    """Read one layer's experts; their `_runtime.Moe`, which points into the store."""
     from ktc import _runtime
 
-    assert isinstance(module, KtcFusedMoE)
     weights = [expert_addresses(store, name, moe, node) for node in range(len(moe.splits))]
-    module.attach(
-        _runtime.Moe(
-            kernels.lib,
-            kernels.pool,
-            experts=moe.experts,
-            top_k=moe.top_k,
-            hidden=moe.hidden,
-            intermediate=moe.intermediate,
-            activation=moe.activation,
-            alpha=moe.alpha,
-            limit=moe.limit,
-            data_type=moe.data_type,
-            scale=moe.scale,
-            group=moe.group,
-            splits=list(moe.splits),
-            weights=weights,
-            **kernels.options(moe.backend, str(moe.scheme)),
-        )
+    return _runtime.Moe(
+        kernels.lib,
+        kernels.pool,
+        experts=moe.experts,
+        top_k=moe.top_k,
+        hidden=moe.hidden,
+        intermediate=moe.intermediate,
+        activation=moe.activation,
+        alpha=moe.alpha,
+        limit=moe.limit,
+        data_type=moe.data_type,
+        scale=moe.scale,
+        group=moe.group,
+        splits=list(moe.splits),
+        weights=weights,
+        **kernels.options(moe.backend, str(moe.scheme)),
     )
 
 

@@ -34,6 +34,7 @@ def load(
     trust_sha256: Sequence[str] = (),
     kernel_library: str | Path | None = None,
     check_memory: bool = True,
+    dtype: str | None = None,
 ) -> Any:
     """Load a bundle.
 
@@ -47,13 +48,15 @@ def load(
         trust_sha256: kernel libraries in the bundle that the user vouches for.
         kernel_library: a library of the user's own, used instead of the bundle's or a local build.
         check_memory: refuse up front what does not fit in memory.
+        dtype: what a CUDA device computes in: "bf16" (default), "fp16" or "fp32"; the CPU computes in fp32.
     Returns:
-        A `PreTrainedModel` in eval mode, computing in fp32; its `ktc_report` is a `LoadReport`.
+        A `PreTrainedModel` in eval mode, computing in fp32 (on a CUDA device, in `dtype`); its `ktc_report` is a `LoadReport`.
     Raises:
         BundleError: damaged, untrusted, not for this machine; BuildError: no kernel library can be had;
-        KtcError: not enough memory, or `strict` and degraded.
+        KtcError: not enough memory, no such device, or `strict` and degraded.
     """
     opened, degraded = _open(bundle, emulate_nodes, trust_sha256, own_kernels=kernel_library is not None)
+    device = _cuda_device(opened, dtype)
     from ktc import _runtime
     from ktc.codegen.variants import runnable
     from ktc.engine.build import Kernels
@@ -70,11 +73,17 @@ def load(
     started = time.perf_counter()
     tuning = load_tuning()
     kernels = Kernels(lib, pool, force_kernel, tuning.min_rows)
-    model, store = _build(opened, kernels, bind=not emulate_nodes, check_memory=check_memory)
+    if device is None:
+        model, store = _build(opened, kernels, bind=not emulate_nodes, check_memory=check_memory)
+        layers = describe(opened.plan, lib)
+    else:
+        from ktc.cuda.load import build_on_device
+
+        model, store, layers = build_on_device(opened, kernels, device, dtype, not emulate_nodes, check_memory)
 
     report = LoadReport(str(opened.path), lib.variant, force_kernel, [len(n) for n in placement])
     report.weight_bytes, report.huge_bytes = store.nbytes, store.huge_bytes()
-    report.layers = describe(opened.plan, lib)
+    report.layers = layers
     report.tuning = str(tuning)
     report.seconds = time.perf_counter() - started
     report.degraded = degraded = degraded + kernels.notes + pool.warnings()
@@ -84,6 +93,18 @@ def load(
     model.ktc_store = store  # native operators point into its buffers
     model.ktc_plan = opened.plan
     return model
+
+
+def _cuda_device(bundle: Bundle, dtype: str | None) -> Any:
+    """The CUDA device of the plan, checked before anything is built or read; None for a plan on the CPU."""
+    from ktc.cuda import device
+
+    name = device.lane_device(bundle.plan)
+    if name is None:
+        if dtype not in (None, "fp32"):
+            raise KtcError(f"the CPU computes in fp32, not in {dtype}", "leave out --dtype")
+        return None
+    return device.open_device(name)
 
 
 def _open(
@@ -147,8 +168,13 @@ def _build(bundle: Bundle, kernels: Kernels, bind: bool, check_memory: bool) -> 
     for module in model.modules():
         if isinstance(module, KtcMLAAttention):
             module.lane = lane
+    set_generation_config(model, bundle)
+    return model.eval(), store
+
+
+def set_generation_config(model: Any, bundle: Bundle) -> None:
+    """The bundle's own generation defaults, where it has any."""
     if "model/generation_config.json" in bundle.files:
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_dict(json.loads(bundle.read("model/generation_config.json")))
-    return model.eval(), store

@@ -64,6 +64,7 @@ class KtcMLAAttention(nn.Module):
     kv_b_proj: Any
     w_uk: Tensor  # [A, dn, R]
     w_uv: Tensor  # [A, R, dv]
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class KtcMLAAttention(nn.Module):
         batch, heads, new, _ = q_nope.shape
         out = q_nope.new_empty(batch, new, heads, self.value)
         row_bytes = 4 * batch * heads * (latent.shape[1] + 2 * self.rank)
-        step = max(1, min(new, PIECE_BYTES // row_bytes))
+        step = max(1, min(new, self.piece_bytes // row_bytes))
 
         def piece(begin: int) -> None:
             end = min(new, begin + step)

@@ -20,7 +20,7 @@ from ktc.plan.ir import MoePlan
 class KtcFusedMoE(nn.Module):
     """Takes over every child, buffer and parameter of the block it replaces except its experts, under their names.
 
-    Input and output f32 [..., H]; any leading shape. Blocks that return their router's scores (gpt-oss) still do.
+    Input and output [..., H] of one type (sums in f32); any leading shape. Blocks that return their router's scores (gpt-oss) still do.
     """
 
     def __init__(self, block: nn.Module, family: Family, plan: MoePlan) -> None:
@@ -72,7 +72,7 @@ class KtcFusedMoE(nn.Module):
         out = ops.moe_collect(ticket, x, self._handle)
         if shared is not None:
             out = out.add_(shared)
-        out = out.view(hidden_states.shape)
+        out = out.view(hidden_states.shape).to(hidden_states.dtype)
         return (out, weights) if self.family.returns_scores else out
 
     def extra_repr(self) -> str:

@@ -1,6 +1,7 @@
 """The runtime's operators as torch custom operators: `ktc::linear`, `ktc::moe_submit`, `ktc::moe_collect`.
 
-The runtime links no torch: these functions hand it data pointers. Each has a fake (shape-only) version,
+An object that brings its own `submit_rows` and `collect_rows` (the CUDA lane's) is called instead of
+being handed pointers. The runtime links no torch: these functions hand it data pointers. Each has a fake (shape-only) version,
 so that tracing and capture see the same operators that eager modules call. A native operator is named
 by an integer handle; the handle lives as long as the object that `register` was given.
 """
@@ -59,6 +60,10 @@ def _linear_fake(x: Tensor, handle: int, n: int) -> Tensor:
 
 
 def _moe_submit(x: Tensor, ids: Tensor, weights: Tensor, handle: int) -> Tensor:
+    operator = native(handle)
+    if hasattr(operator, "submit_rows"):
+        submitted: Tensor = operator.submit_rows(x, ids, weights)
+        return submitted
     rows = _rows(x)
     ids = ids.to(torch.int64).contiguous()
     weights = weights.to(torch.float32).contiguous()
@@ -66,7 +71,7 @@ def _moe_submit(x: Tensor, ids: Tensor, weights: Tensor, handle: int) -> Tensor:
         raise RuntimeError(
             f"router gave ids {tuple(ids.shape)}, weights {tuple(weights.shape)} for {rows.shape[0]} rows"
         )
-    ticket = native(handle).submit(
+    ticket = operator.submit(
         rows.data_ptr(), rows.stride(0), rows.shape[0], ids.data_ptr(), weights.data_ptr()
     )  # copies its input before it returns
     return torch.tensor(ticket, dtype=torch.int64)
@@ -77,8 +82,12 @@ def _moe_submit_fake(x: Tensor, ids: Tensor, weights: Tensor, handle: int) -> Te
 
 
 def _moe_collect(ticket: Tensor, x: Tensor, handle: int) -> Tensor:
+    operator = native(handle)
+    if hasattr(operator, "collect_rows"):
+        collected: Tensor = operator.collect_rows(x)
+        return collected
     out = torch.empty(x.shape)
-    native(handle).collect(int(ticket), out.data_ptr(), x.shape[-1])
+    operator.collect(int(ticket), out.data_ptr(), x.shape[-1])
     return out
 
 
@@ -92,6 +101,8 @@ for _name, _function, _fake in (
     ("moe_collect", _moe_collect, _moe_collect_fake),
 ):
     _library.impl(_name, _function, "CPU")
+    if _name != "linear":  # on a device only what brings its own rows' functions works
+        _library.impl(_name, _function, "CUDA")
     torch.library.register_fake(f"ktc::{_name}", _fake, lib=_library)
 
 linear = torch.ops.ktc.linear.default

@@ -108,10 +108,10 @@ class Weights {
     for (int64_t i = 0; i < kExperts * 3 * kHidden * kIntermediate; ++i) values[i] = normal(random);
   }
   std::shared_ptr<ktc::Moe> build(const std::shared_ptr<ktc::KernelLib>& lib,
-                                  const std::shared_ptr<ktc::Pool>& pool, int64_t slots, float alpha) const {
+                                  const std::shared_ptr<ktc::Pool>& pool, float alpha) const {
     ktc::MoeOptions o;
     o.experts = kExperts;
-    o.top_k = slots;
+    o.top_k = kTopK;
     o.hidden = kHidden;
     o.intermediate = kIntermediate;
     o.alpha = alpha;
@@ -148,7 +148,7 @@ struct Model {
     host_send.resize(layout.bytes);
     for (int l = 0; l < layers; ++l) {
       weights.emplace_back(l);
-      all.push_back(weights.back().build(lib, pool, kTopK, l + 1 == layers ? alpha_of_last : 0.0f));
+      all.push_back(weights.back().build(lib, pool, l + 1 == layers ? alpha_of_last : 0.0f));
       device_send.emplace_back(layout.bytes);
       device_out.emplace_back(rows * kHidden);
     }
@@ -208,13 +208,9 @@ void replay(const std::shared_ptr<ktc::KernelLib>& lib, const std::shared_ptr<kt
   Stream stream;
   for (int step = 0; step < steps; ++step) {
     const int64_t later = random() % 3, dropped = later == 0 ? random() % 3 : 0;
-    std::vector<std::shared_ptr<ktc::Moe>> now, due(layers);
-    for (int l = 0; l < layers; ++l) {
-      const bool last = l + 1 == layers;
-      now.push_back(m.weights[l].build(lib, pool, kTopK - dropped - (last ? 0 : later), 0.0f));
-      if (!last && later > 0) due[l] = m.weights[l].build(lib, pool, later, 0.0f);
-    }
-    m.lane->exchange().split(now, due);
+    std::vector<int64_t> deferred(layers, later);
+    deferred.back() = 0;
+    m.lane->exchange().split(deferred, std::vector<int64_t>(layers, dropped));
     for (int l = 0; l < layers; ++l) {
       fill(m.device_send[l], rows, random);
       m.lane->submit(&stream, m.calls[l], m.device_send[l].data());

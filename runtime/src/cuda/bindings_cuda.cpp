@@ -41,12 +41,10 @@ void bind_cuda(py::module_& m) {
       .def(py::init(&make_lane), "layers"_a, "cudart"_a = "", "help"_a = false)
       .def(
           "split",
-          [](cuda::Lane& self, std::vector<std::shared_ptr<Moe>> now,
-             std::vector<std::shared_ptr<Moe>> later) {
-            py::gil_scoped_release release;
-            self.exchange().split(std::move(now), std::move(later));
+          [](cuda::Lane& self, const std::vector<int64_t>& deferred, const std::vector<int64_t>& skipped) {
+            self.exchange().split(deferred, skipped);
           },
-          "now"_a, "later"_a)
+          "deferred"_a, "skipped"_a)
       .def(
           "bind",
           [](cuda::Lane& self, int layer, int64_t rows, bool decode, uintptr_t host_send,

@@ -44,10 +44,8 @@ Exchange::Exchange(std::vector<std::shared_ptr<Moe>> layers, bool help) : help_(
     if (!moe) throw bad("layer " + std::to_string(layers_.size()) + " has no experts");
     if (layers_.empty()) hidden_ = moe->options().hidden;
     if (moe->options().hidden != hidden_) throw bad("the layers have different hidden sizes");
-    Layer layer;
-    layer.all = std::move(moe);
-    layer.now = layer.all;
-    layers_.push_back(std::move(layer));
+    layers_.emplace_back();
+    layers_.back().moe = std::move(moe);
   }
 }
 
@@ -58,26 +56,19 @@ Exchange::~Exchange() {
   }
 }
 
-void Exchange::split(std::vector<std::shared_ptr<Moe>> now, std::vector<std::shared_ptr<Moe>> later) {
-  if (now.size() != layers_.size() || later.size() != layers_.size())
-    throw bad("a split needs experts for each of the " + std::to_string(layers_.size()) + " layers");
+void Exchange::split(const std::vector<int64_t>& deferred, const std::vector<int64_t>& skipped) {
+  if (deferred.size() != layers_.size() || skipped.size() != layers_.size())
+    throw bad("a split needs numbers for each of the " + std::to_string(layers_.size()) + " layers");
   for (size_t l = 0; l < layers_.size(); ++l) {
-    const std::string where = "layer " + std::to_string(l);
-    if (!now[l] || now[l]->options().hidden != hidden_)
-      throw bad(where + " has no immediate experts of its shape");
-    const int64_t slots = now[l]->options().top_k + (later[l] ? later[l]->options().top_k : 0);
-    if (slots > top_k(static_cast<int>(l)))
-      throw bad(where + ": " + std::to_string(slots) + " slots of " +
-                std::to_string(top_k(static_cast<int>(l))));
-    if (later[l] && l + 1 == layers_.size()) throw bad("the last layer cannot defer");
-    if (later[l] && later[l]->options().hidden != hidden_)
-      throw bad(where + ": deferred experts of another shape");
+    const int64_t k = top_k(static_cast<int>(l));
+    if (deferred[l] < 0 || skipped[l] < 0 || deferred[l] + skipped[l] >= k)
+      throw bad("layer " + std::to_string(l) + ": " + std::to_string(deferred[l]) + " deferred and " +
+                std::to_string(skipped[l]) + " skipped of " + std::to_string(k) + " experts");
   }
+  if (deferred.back() != 0) throw bad("the last layer cannot defer");
   for (size_t l = 0; l < layers_.size(); ++l) {
-    drain(layers_[l].immediate);
-    drain(layers_[l].posted);
-    layers_[l].now = std::move(now[l]);
-    layers_[l].later = std::move(later[l]);
+    layers_[l].deferred = deferred[l];
+    layers_[l].skipped = skipped[l];
   }
 }
 
@@ -86,8 +77,8 @@ void Exchange::submit(const Call& call) noexcept {
   try {
     Layer& layer = layers_[call.layer];
     if (layer.immediate) throw std::logic_error("submitted twice without a collect");
-    if (!call.decode || (layer.now == layer.all && !layer.later)) {
-      layer.immediate = {layer.all.get(), layer.all->submit(call.x, hidden_, call.rows, call.ids, call.w)};
+    if (!call.decode || layer.deferred + layer.skipped == 0) {
+      layer.immediate = {layer.moe.get(), layer.moe->submit(call.x, hidden_, call.rows, call.ids, call.w)};
     } else {
       sort_and_submit(layer, call);
     }
@@ -99,8 +90,7 @@ void Exchange::submit(const Call& call) noexcept {
 }
 
 void Exchange::sort_and_submit(Layer& layer, const Call& call) {
-  const int64_t k = layer.all->options().top_k, now = layer.now->options().top_k;
-  const int64_t later = layer.later ? layer.later->options().top_k : 0;
+  const int64_t k = layer.moe->options().top_k, later = layer.deferred, now = k - later - layer.skipped;
   const auto slots = static_cast<size_t>(call.rows * k + k);  // and one row to sort in
   if (ids_.size() < slots) {                                  // the first step only
     ids_.resize(slots);
@@ -117,12 +107,12 @@ void Exchange::sort_and_submit(Layer& layer, const Call& call) {
     std::copy_n(row_ids + now, later, ids_.data() + call.rows * now + t * later);
     std::copy_n(row_weights + now, later, weights_.data() + call.rows * now + t * later);
   }
-  layer.immediate = {layer.now.get(),
-                     layer.now->submit(call.x, hidden_, call.rows, ids_.data(), weights_.data())};
+  layer.immediate = {layer.moe.get(),
+                     layer.moe->submit(call.x, hidden_, call.rows, ids_.data(), weights_.data(), now)};
   if (later > 0)
-    layer.posted = {layer.later.get(),
-                    layer.later->submit(call.x, hidden_, call.rows, ids_.data() + call.rows * now,
-                                        weights_.data() + call.rows * now)};
+    layer.posted = {layer.moe.get(),
+                    layer.moe->submit(call.x, hidden_, call.rows, ids_.data() + call.rows * now,
+                                      weights_.data() + call.rows * now, later)};
 }
 
 void Exchange::collect(const Call& call) noexcept {

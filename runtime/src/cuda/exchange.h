@@ -52,10 +52,10 @@ class Exchange {
   Exchange(std::vector<std::shared_ptr<Moe>> layers, bool help);
   ~Exchange();
 
-  // Decode steps from now on: `now[l]` takes the highest-weighted slots of layer l, `later[l]` (or null) the
-  // next ones, whose sum is added by layer l + 1; what is left over is dropped. The stream must be idle.
-  // Throws std::invalid_argument where they do not fit the layers.
-  void split(std::vector<std::shared_ptr<Moe>> now, std::vector<std::shared_ptr<Moe>> later);
+  // Decode steps from now on: of a token's experts, sorted by weight, layer l drops the last skipped[l] and
+  // leaves the deferred[l] before those to layer l + 1, which adds their sum. The stream must be idle. Throws
+  // std::invalid_argument for numbers that leave none, or a last layer that defers.
+  void split(const std::vector<int64_t>& deferred, const std::vector<int64_t>& skipped);
 
   void submit(const Call& call) noexcept;
   void collect(const Call& call) noexcept;
@@ -66,7 +66,7 @@ class Exchange {
 
   int layers() const { return static_cast<int>(layers_.size()); }
   int64_t hidden() const { return hidden_; }
-  int64_t top_k(int layer) const { return layers_[layer].all->options().top_k; }
+  int64_t top_k(int layer) const { return layers_[layer].moe->options().top_k; }
   Stats stats() const;
 
  private:
@@ -76,7 +76,8 @@ class Exchange {
     explicit operator bool() const { return moe != nullptr; }
   };
   struct Layer {
-    std::shared_ptr<Moe> all, now, later;
+    std::shared_ptr<Moe> moe;
+    int64_t deferred = 0, skipped = 0;
     Ticket immediate, posted;  // posted: due at the next layer's collect
   };
 

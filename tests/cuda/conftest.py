@@ -1,0 +1,139 @@
+"""A stand-in for libcudart, so that the lane runs here; and bundles that are planned for a CUDA device."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.parity.conftest import best_variant, checkpoint, folder, library  # noqa: F401 - fixtures
+from tests.runtime.conftest import compile_lib, reference_lib, reference_path  # noqa: F401 - fixtures
+
+ROOT = Path(__file__).parents[2]
+# Experts and linears per data type; everything else follows the model to cuda:0.
+RECIPE = """version: 1
+name: test-{experts}-{linears}
+rules:
+  - match: {{name: "^$"}}
+    replace: {{class: default, device: {device}}}
+  - match: {{role: moe}}
+    replace:
+      class: ktc.FusedMoE
+      kwargs: {{data_type: {experts}{scheme}, n_deferred_experts: {deferred}}}
+  - match: {{role: mla}}
+    replace: {{class: ktc.MLAAttention}}
+    optional: true
+{linear_rule}"""
+LINEAR = """  - match: {{role: linear}}
+    replace:
+      class: ktc.Linear
+      kwargs: {{data_type: {linears}{scheme}}}
+"""
+SCHEME = {"int4": ", group: 32, scale: integer, group_fallback: pad", "int8": ", group: channel"}
+
+
+def cuda_here() -> bool:
+    import torch
+
+    return bool(torch.version.cuda is not None and torch.cuda.is_available())
+
+
+@pytest.fixture(scope="session")
+def fake_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled stand-in."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    out = tmp_path_factory.mktemp("cudart") / "libfake_cudart.so"
+    source = Path(__file__).with_name("fake_cudart.cpp")
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-pthread"]
+    subprocess.run([compiler, *flags, str(source), "-o", str(out)], check=True)
+    return out
+
+
+class FakeCuda:
+    """The stand-in's own controls: streams, graphs, failures."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._lib = ctypes.CDLL(self.path)
+        for name in ("fake_stream", "fake_end_capture"):
+            getattr(self._lib, name).restype = ctypes.c_void_p
+        self._streams: list[int] = []
+        self._graphs: list[int] = []
+
+    def stream(self) -> int:
+        handle: int = self._lib.fake_stream()
+        self._streams.append(handle)
+        return handle
+
+    def begin_capture(self, stream: int) -> None:
+        self._lib.fake_begin_capture(ctypes.c_void_p(stream))
+
+    def end_capture(self, stream: int) -> int:
+        graph: int = self._lib.fake_end_capture(ctypes.c_void_p(stream))
+        self._graphs.append(graph)
+        return graph
+
+    def launch(self, graph: int, stream: int) -> None:
+        self._lib.fake_launch(ctypes.c_void_p(graph), ctypes.c_void_p(stream))
+
+    def nodes(self, graph: int) -> int:
+        count: int = self._lib.fake_nodes(ctypes.c_void_p(graph))
+        return count
+
+    def fail_next(self, error: int) -> None:
+        self._lib.fake_fail_next(error)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            self._lib.fake_stream_destroy(ctypes.c_void_p(stream))
+        for graph in self._graphs:
+            self._lib.fake_graph_destroy(ctypes.c_void_p(graph))
+
+
+@pytest.fixture
+def fake(fake_path: Path) -> Iterator[FakeCuda]:
+    controls = FakeCuda(fake_path)
+    yield controls
+    controls.close()
+
+
+@pytest.fixture
+def cpu_as_device(fake_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`cuda:0` is the CPU: the whole lane, its callbacks on another thread, everything but CUDA itself."""
+    import torch
+
+    from ktc.bundle import judge
+    from ktc.cuda import device, experts
+
+    monkeypatch.setattr(experts, "CUDART", str(fake_path))
+    monkeypatch.setattr(device, "open_device", lambda name: torch.device("cpu"))
+    monkeypatch.setattr(judge, "_device", lambda bundle, host: judge.Part("device", "OPTIMAL", "stand-in"))
+
+
+@pytest.fixture(scope="session")
+def lane_bundle(folder: Path, checkpoint: Callable[[str], Path]) -> Callable[..., Path]:  # noqa: F811
+    """(model, experts, linears or "", device="cuda:0", deferred=0) -> compiled bundle without kernels."""
+    from ktc.compile import compile_checkpoint
+
+    def get(name: str, experts: str, linears: str = "", device: str = "cuda:0", deferred: Any = 0) -> Path:
+        stem = f"{name}-{experts}-{linears or 'hf'}-{device.replace(':', '')}-{deferred}"
+        path = folder / f"{stem}.ktc"
+        if not path.exists():
+            rule = LINEAR.format(linears=linears, scheme=SCHEME.get(linears, "")) if linears else ""
+            text = RECIPE.format(
+                experts=experts, linears=linears or "hf", scheme=SCHEME.get(experts, ""), device=device,
+                deferred=deferred, linear_rule=rule,
+            )  # fmt: skip
+            recipe = folder / f"{stem}.yaml"
+            recipe.write_text(text)
+            compile_checkpoint(checkpoint(name), recipe, path, variants=(), jobs=1)
+        return path
+
+    return get

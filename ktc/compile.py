@@ -65,6 +65,7 @@ class Compilation:
     audit: Audit = field(init=False)
     parts: list[ExpertPart] = field(init=False)
     shards: list[DeviceShard] = field(init=False)
+    files: dict[str, tuple[bytes, str]] = field(init=False)  # path in the bundle -> content, role
     tasks: list[pipeline.Task] = field(init=False)
     target: Path = field(init=False)
     kernels: KernelSet | None = None
@@ -146,6 +147,17 @@ def layout(c: Compilation) -> None:
     c.tasks += [expert_task(p, c.audit.readers[p.module], source, c.allow_nonfinite) for p in c.parts]
 
 
+def side_files(c: Compilation) -> None:
+    """Make everything that needs no weights: recipe, plan, decode graph, config, tokenizer, licences."""
+    c.files = {
+        "recipe.yaml": (c.recipe.text.encode(), "recipe"),
+        "plan.json": (manifest.canonical(c.plan.to_json()), "plan"),
+    }
+    _add_graph(c)
+    for path, data in model_files(c.checkpoint.config, c.checkpoint.side_files).items():
+        c.files[path] = (data, "licence" if path.startswith("LICENSES/") else "model")
+
+
 def build(c: Compilation) -> None:
     """Generate and compile the kernel libraries (before packing: a broken compiler must not cost an hour)."""
     if c.variants is not None and not c.variants:
@@ -179,7 +191,7 @@ def pack(c: Compilation) -> None:
 
 
 def emit_bundle(c: Compilation) -> None:
-    """Goldens, model files, kernels and the manifest, last; then the one rename that makes it a bundle."""
+    """Side files, kernels, goldens and the manifest, last; then the one rename that makes it a bundle."""
     try:
         _write_rest(c)
         emit.publish(c.journal, c.target, c.force)
@@ -188,7 +200,17 @@ def emit_bundle(c: Compilation) -> None:
         raise
 
 
-PASSES: tuple[Callable[[Compilation], None], ...] = (recipe, read, plan, audit, layout, build, pack, emit_bundle)
+PASSES: tuple[Callable[[Compilation], None], ...] = (
+    recipe,
+    read,
+    plan,
+    audit,
+    layout,
+    side_files,
+    build,
+    pack,
+    emit_bundle,
+)
 
 
 def compile_checkpoint(
@@ -288,7 +310,7 @@ def _give_up(c: Compilation) -> None:
         c.journal.discard()
 
 
-def _add_graph(c: Compilation, out: emit.Emitter) -> None:
+def _add_graph(c: Compilation) -> None:
     """The decode graph; a family or config without one runs on Hugging Face's modules, and that is said."""
     from ktc.errors import UnsupportedModelError
     from ktc.native.engine import PROGRAM_FILE, lower_bundle
@@ -298,18 +320,15 @@ def _add_graph(c: Compilation, out: emit.Emitter) -> None:
     except UnsupportedModelError as error:
         c.say(f"no decode graph: {error.message}; this bundle runs on Hugging Face's modules, which is slower")
         return
-    out.add(PROGRAM_FILE, manifest.canonical(program.to_json()), "graph")
+    c.files[PROGRAM_FILE] = (manifest.canonical(program.to_json()), "graph")
 
 
 def _write_rest(c: Compilation) -> None:
     out = emit.Emitter(c.journal.bundle)
     for file, digest in c.journal.finished.items():
         out.list(file, digest, "experts" if file.startswith("weights/experts/") else "device")
-    out.add("recipe.yaml", c.recipe.text.encode(), "recipe")
-    out.add("plan.json", manifest.canonical(c.plan.to_json()), "plan")
-    _add_graph(c, out)
-    for path, data in model_files(c.checkpoint.config, c.checkpoint.side_files).items():
-        out.add(path, data, "licence" if path.startswith("LICENSES/") else "model")
+    for path, (data, role) in c.files.items():
+        out.add(path, data, role)
     fields = {
         **emit.plan_fields(c.plan),
         "created_by": {"ktc": ktc.__version__, "git": None},

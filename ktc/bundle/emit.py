@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ktc.bundle import manifest as fmt
-from ktc.errors import BundleError
+from ktc.errors import BundleError, DiskError
 from ktc.layout import LAYOUT_VERSION, QuantScheme
 from ktc.pack.device import DeviceShard
 from ktc.pack.experts import ExpertPart, whole_layouts
@@ -152,17 +152,42 @@ def _tensor(
 
 
 def check_output(out: Path, force: bool) -> None:
-    """Refuse to touch what is already at the output path.
+    """Refuse to touch what is already at the output path, and an output that could not be written in the end.
 
     Raises:
-        BundleError: it exists and is no bundle, or is one and `force` was not given.
+        BundleError: it exists and is no bundle, is one and `force` was not given, or lies inside another bundle.
+        DiskError: nothing can be written there.
     """
-    if not out.exists() and not out.is_symlink():
+    try:
+        present = out.exists() or out.is_symlink()
+        _check_place(out)
+    except OSError as error:
+        raise disk_error(error, out) from error
+    if not present:
         return
-    if not (out / fmt.MANIFEST).is_file():
+    if not _is_bundle(out):
         raise BundleError(f"{out} exists and is not a bundle", "choose another name with -o")
     if not force:
         raise BundleError(f"{out} already exists", "--force replaces it, -o NAME writes another one")
+
+
+def _is_bundle(folder: Path) -> bool:
+    """Whether this is a bundle, damaged or not. A manifest.json alone does not make one: web projects have that too."""
+    return all((folder / name).is_file() for name in (fmt.MANIFEST, "plan.json", "recipe.yaml"))
+
+
+def _check_place(out: Path) -> None:
+    """Refuse an output whose parent cannot be made or written, or that would be a foreign file in another bundle."""
+    parent = out.absolute().parent
+    for above in (parent, *parent.parents):
+        if _is_bundle(above):
+            raise BundleError(f"{out} would lie inside the bundle {above}", "choose another place with -o")
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
+        raise DiskError(f"cannot write {out}: {parent} is not a directory", "choose another place with -o")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise DiskError(f"cannot write {out}: no permission to write in {parent}", "choose another place with -o")
 
 
 def publish(journal: Journal, out: Path, force: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ktc.checkpoint.safetensors_file import LFS_PREFIX
 from ktc.errors import CheckpointError
 
 DROPPED_KEYS = ("auto_map", "quantization_config", "compression_config")
@@ -39,15 +40,28 @@ def model_files(config: dict[str, Any], side_files: Iterable[Path]) -> dict[str,
             continue
         try:
             data = file.read_bytes()
+            if data.startswith(LFS_PREFIX):
+                raise CheckpointError(f"{file} is a Git LFS pointer", "run `git lfs pull` in the checkpoint's folder")
             if name.upper().startswith(_LICENCE_NAMES):
                 out[f"LICENSES/{name}"] = data
             elif name in ("tokenizer_config.json", "generation_config.json"):
-                out[f"model/{name}"] = _json(json.loads(data))
+                out[f"model/{name}"] = _json(_object(data))
             else:
+                if file.suffix == ".json":
+                    _object(data)
                 out[f"model/{name}"] = data
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"cannot read {file}: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{file} is not what it should be: {error}", "fetch the file again") from error
     return out
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a JSON {type(value).__name__}, not an object")
+    return value
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -37,13 +37,17 @@ _SIDE_NAMES = (
 )
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; CheckpointError names the file and the line of a fault."""
     try:
         data = path.read_bytes()
         if data.startswith(LFS_PREFIX):
             raise CheckpointError(f"{path} is a Git LFS pointer", hint="run `git lfs pull` in the checkpoint's folder")
-        value = json.loads(data)
+        value = json.loads(data, parse_constant=_no_constant)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
@@ -61,6 +65,8 @@ def read_config(checkpoint: str | Path) -> dict[str, Any]:
 def _config_of(path: Path) -> dict[str, Any]:
     file = path if path.is_file() else path / "config.json"
     if not file.is_file():
+        if (path / "manifest.json").is_file() and (path / "plan.json").is_file():
+            raise CheckpointError(f"{path} is a bundle, not a checkpoint", hint=f"run it: ktc run {path}")
         raise CheckpointError(f"{path} has no config.json", hint="give the directory of a Hugging Face checkpoint")
     return rewrite_config(read_json(file))
 

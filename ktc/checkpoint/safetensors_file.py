@@ -115,6 +115,8 @@ def read_header(path: Path) -> dict[str, RawTensor]:
             run past the end.
     """
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer forever
+            raise CheckpointError(f"{path} is not a regular file")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             head = file.read(64)

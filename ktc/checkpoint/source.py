@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ktc.checkpoint.hub_names import HUB_IDS
 from ktc.errors import CheckpointError
+from ktc.paths import expand
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
 SIDE_PATTERNS = ("*.json", "tokenizer*", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja", "LICENSE*")
@@ -42,7 +43,7 @@ def resolve(checkpoint: str | Path, *, weights: bool = True) -> Source:
         CheckpointError: no such path, or the hub cannot be reached, has no such repository or refuses access.
     """
     name = str(checkpoint)
-    path = Path(checkpoint).expanduser()
+    path = expand(checkpoint)
     if name and path.exists():
         return Source(path)
     repo = HUB_IDS.get(name.lower(), name)

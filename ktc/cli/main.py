@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "plan": ("ktc.cli.plan_cmd:command", "Show what every module becomes under a recipe; needs only config.json."),
     "run": ("ktc.cli.run_cmd:command", "Generate text from a bundle, or chat with it."),
     "bench": ("ktc.cli.bench_cmd:command", "Measure a bundle's speed, or the expert kernels'."),
+    "eval": ("ktc.cli.eval_cmd:command", "Measure a bundle's quality on a text: perplexity, KL, deferred experts."),
     "tune": ("ktc.cli.tune_cmd:command", "Measure where AMX beats AVX-512 on this machine, and remember it."),
     "inspect": ("ktc.cli.inspect_cmd:command", "Show what is in a bundle and what it runs on here."),
     "verify": ("ktc.cli.verify_cmd:command", "Check a bundle's hashes, then its golden outputs on this machine."),
@@ -38,7 +39,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
 EXIT_BUG = 70
 EXIT_INTERRUPTED = 130
 # Faults of the machine rather than of ktc or of its input: reported without "this is a bug".
-MACHINE_ERRNOS = frozenset({errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EMFILE})
+MACHINE_ERRNOS = frozenset(
+    {errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO,
+     errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.EAGAIN}
+)  # fmt: skip
 
 
 class LazyGroup(click.Group):
@@ -127,7 +131,7 @@ def _run(args: list[str]) -> int:
             return _bug(error)
         _debug_traceback()
         where = f": {error.filename}" if error.filename else ""
-        _say(f"{error.strerror}{where}")
+        _say(f"{error.strerror}{where if len(where) <= 300 else where[:300] + '...'}")
         return 1
     except MemoryError:
         _debug_traceback()

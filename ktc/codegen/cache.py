@@ -18,21 +18,32 @@ from pathlib import Path
 from typing import Any
 
 from ktc.errors import BuildError, DiskError
+from ktc.paths import home
 
 
 def cache_dir() -> Path:
-    """`$KTC_CACHE_DIR/kernels`, else `$XDG_CACHE_HOME/ktc/kernels`, else `~/.cache/ktc/kernels`; created, mode 0700."""
+    """`$KTC_CACHE_DIR/kernels`, else `$XDG_CACHE_HOME/ktc/kernels`, else `~/.cache/ktc/kernels`; created, mode 0700.
+
+    Raises:
+        DiskError: it cannot be created, or somebody else could put libraries into it.
+    """
     if root := os.environ.get("KTC_CACHE_DIR"):
         base = Path(root)
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ktc"
+        base = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "ktc"
     path = base / "kernels"
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = path.stat()
     except OSError as e:
         raise DiskError(
             f"the kernel cache {path} cannot be created: {e.strerror}", "set KTC_CACHE_DIR to a writable directory"
         ) from e
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
+        raise DiskError(
+            f"the kernel cache {path} is not private: another user could put a library into it",
+            f"chmod go-w {path}, or set KTC_CACHE_DIR to a directory of your own",
+        )
     return path
 
 

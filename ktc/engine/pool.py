@@ -59,7 +59,11 @@ def place(host: list[list[int]], nodes: int, threads: int | None, emulate: bool 
 
 
 def get_pool(nodes: list[list[int]]) -> Any:
-    """The native pool for this placement; models with the same placement share it. Never two that both work."""
+    """The native pool for this placement; models with the same placement share it. Never two that both work.
+
+    Raises:
+        KtcError: the system does not let us have so many threads.
+    """
     from ktc import _runtime
 
     key = tuple(tuple(n) for n in nodes)
@@ -67,6 +71,9 @@ def get_pool(nodes: list[list[int]]) -> Any:
     if pool is None:
         cpus = [cpu for node in nodes for cpu in node]
         # Several workers on one CPU (emulated nodes, more threads than CPUs) must not be pinned on top of each other.
-        pool = _runtime.Pool(nodes, pin=len(set(cpus)) == len(cpus))
+        try:
+            pool = _runtime.Pool(nodes, pin=len(set(cpus)) == len(cpus))
+        except RuntimeError as error:  # the limit of processes, or of memory for their stacks
+            raise KtcError(f"cannot start {len(cpus)} threads: {error}", "give --threads a smaller number") from error
         _pools[key] = pool
     return pool

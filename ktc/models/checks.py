@@ -45,8 +45,12 @@ def require_experts(config: Any, experts: int | None, top_k: int | None) -> None
 
 def require_groups(config: Any, experts: int, top_k: int) -> None:
     """Group-limited routing: E divides into n_group groups, and the kept groups hold at least top_k experts."""
-    groups, kept = getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1
-    if experts % groups or kept > groups or top_k > kept * (experts // groups):
+    groups, kept = getattr(config, "n_group", 1), getattr(config, "topk_group", 1)
+    if type(groups) is not int or type(kept) is not int or not 1 <= kept <= groups:
+        fits = False
+    else:
+        fits = not experts % groups and top_k <= kept * (experts // groups)
+    if not fits:
         raise UnsupportedModelError(
             f"{config.model_type}: {experts} experts in n_group = {groups} groups of which topk_group = {kept} are kept"
             f" cannot give {top_k} experts per token",

@@ -42,6 +42,10 @@ FAMILIES: dict[str, Family] = {
 }
 ALIASES: dict[str, str] = {alias: f.model_type for f in FAMILIES.values() for alias in f.aliases}
 
+# No model is near these. Beyond them the module tree alone would take all memory before anything else is looked at.
+MAX_LAYERS = 4096
+MAX_POSITIONS = 1 << 31
+
 # Any of these in a config means that the model routes tokens to experts.
 _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "moe_intermediate_size")
 
@@ -113,6 +117,13 @@ def hf_config(config: Mapping[str, Any]) -> Any:
     family = family_for(raw)
     for key in ("auto_map", "quantization_config", "compression_config"):
         raw.pop(key, None)
+    for key, most in (("num_hidden_layers", MAX_LAYERS), ("max_position_embeddings", MAX_POSITIONS)):
+        value = raw.get(key, 1)
+        if type(value) is int and not 1 <= value <= most:
+            raise UnsupportedModelError(
+                f"config.json says {key} = {value}; ktc takes 1 to {most}",
+                hint="compare it with the config.json of the released model",
+            )
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 

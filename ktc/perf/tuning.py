@@ -16,6 +16,7 @@ from typing import Any
 import ktc
 from ktc.errors import DiskError
 from ktc.layout import ABI_VERSION, LAYOUT_VERSION
+from ktc.paths import home
 
 FILE = "tune.json"
 VERSION = 1
@@ -50,7 +51,7 @@ def config_dir() -> Path:
     """`$KTC_CONFIG_DIR`, else `$XDG_CONFIG_HOME/ktc`, else `~/.config/ktc`; not created."""
     if given := os.environ.get("KTC_CONFIG_DIR"):
         return Path(given)
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "ktc"
+    return Path(os.environ.get("XDG_CONFIG_HOME") or home() / ".config") / "ktc"
 
 
 def tune_path() -> Path:
@@ -82,7 +83,10 @@ def fingerprint_id(fields: dict[str, Any]) -> str:
 
 def load(path: Path | None = None) -> Tuning:
     """What is stored for this machine, or the defaults with the reason why."""
-    path = tune_path() if path is None else path
+    try:
+        path = tune_path() if path is None else path
+    except DiskError as error:
+        return _default(error.message)
     try:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:

@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path
 
 from ktc.errors import RecipeError
+from ktc.paths import expand
 from ktc.recipe.model import Recipe
 from ktc.recipe.parse import parse_recipe
 from ktc.recipe.yaml_marks import MAX_BYTES
@@ -32,7 +33,7 @@ def load_recipe(path_or_name: str | Path) -> Recipe:
     Raises:
         RecipeError: not found (lists the shipped ones), unreadable, or faulty.
     """
-    given = Path(path_or_name).expanduser()
+    given = expand(path_or_name)
     path = _find(given)
     try:
         with path.open("rb") as stream:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktc.errors import RecipeError
+from ktc.paths import expand
 from ktc.recipe.yaml_marks import MAX_BYTES, Document, parse
 from ktc.simulate.hardware import Cpu, Device, Hardware, Host, Kernels, Link, ProfileError
 
@@ -43,7 +44,7 @@ def load_profile(path_or_name: str | Path) -> Hardware:
     Raises:
         ProfileError: not found (lists the shipped ones), unreadable or faulty: `file:line:column: ...`.
     """
-    given = Path(path_or_name).expanduser()
+    given = expand(path_or_name)
     path = _find(given)
     try:
         with path.open("rb") as stream:

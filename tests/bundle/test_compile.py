@@ -265,6 +265,50 @@ def test_what_is_no_bundle_is_never_replaced(tiny_checkpoint, tmp_path: Path, ki
     assert [p.name for p in tmp_path.iterdir()] == ["precious"]
 
 
+def test_a_manifest_of_something_else_makes_no_bundle(tiny_checkpoint, tmp_path: Path) -> None:
+    # A web project has a manifest.json too: --force must not delete it.
+    out = tmp_path / "extension"
+    out.mkdir()
+    (out / "manifest.json").write_text('{"manifest_version": 3}')
+    with pytest.raises(BundleError, match="exists and is not a bundle"):
+        compile_checkpoint(tiny_checkpoint("deepseek_v3"), "int4", out, variants=(), force=True)
+    assert [p.name for p in out.iterdir()] == ["manifest.json"]
+
+
+def test_no_output_inside_a_bundle_or_below_a_file(compiled, tiny_checkpoint, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(compiled("deepseek_v3"), tmp_path / "x.ktc"))
+    before = tree(out)
+    with pytest.raises(BundleError, match=r"would lie inside the bundle .*x\.ktc"):
+        compile_checkpoint(tiny_checkpoint("deepseek_v3"), "int4", out / "deep" / "y.ktc", variants=())
+    assert tree(out) == before
+    (tmp_path / "file").write_text("data")
+    with pytest.raises(DiskError, match="file is not a directory"):
+        compile_checkpoint(tiny_checkpoint("deepseek_v3"), "int4", tmp_path / "file" / "y.ktc", variants=())
+    with pytest.raises(DiskError, match="File name too long"):
+        compile_checkpoint(tiny_checkpoint("deepseek_v3"), "int4", tmp_path / ("y" * 300), variants=())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "x.ktc"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
+        ("tokenizer.json", '{"added_tokens": [', "is not what it should be"),
+        ("tokenizer_config.json", "[]", "holds a JSON list, not an object"),
+        ("generation_config.json", "", "is not what it should be"),
+    ],
+)
+def test_a_damaged_side_file_is_found_before_packing(
+    tiny_checkpoint, tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    source = Path(shutil.copytree(tiny_checkpoint("deepseek_v3", tokenizer="byte"), tmp_path / "model"))
+    (source / name).write_text(content)
+    with pytest.raises(CheckpointError, match=message) as error:
+        compile_checkpoint(source, "int4", tmp_path / "x.ktc", variants=())
+    assert str(source / name) in error.value.message
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
 def test_c11_disk_full_in_the_middle_then_continued(compiled, tiny_checkpoint, tmp_path: Path, monkeypatch) -> None:
     # failure C11: the disk is full half way: a clear error, no bundle, and nothing lost.
     real, left = os.pwrite, 120_000

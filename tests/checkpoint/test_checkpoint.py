@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -127,6 +128,7 @@ def test_modelopt_is_refused_by_name(tmp_path: Path) -> None:
         ("{", "is not valid JSON"),
         ("[]", "does not hold a JSON object"),
         ("version https://git-lfs", "is a Git LFS pointer"),
+        ('{"routed_scaling_factor": NaN}', "is not valid JSON: NaN is not a JSON number"),
     ],
 )
 def test_config_faults(tmp_path: Path, content: str, message: str) -> None:
@@ -142,6 +144,22 @@ def test_no_config(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("{}")
     with pytest.raises(CheckpointError, match="is not a directory"):
         open_checkpoint(tmp_path / "file")
+
+
+def test_a_bundle_is_no_checkpoint(tmp_path: Path) -> None:
+    for name in ("manifest.json", "plan.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(CheckpointError, match="is a bundle, not a checkpoint") as caught:
+        open_checkpoint(tmp_path)
+    assert "ktc run" in (caught.value.hint or "")
+
+
+def test_a_pipe_in_place_of_a_shard_is_refused_at_once(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, {"a": f32(1)})
+    (path / "model.safetensors").unlink()
+    os.mkfifo(path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a regular file"):
+        open_checkpoint(path)
 
 
 def test_aliases_are_rewritten(tmp_path: Path) -> None:

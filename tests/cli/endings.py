@@ -24,6 +24,8 @@ def command(how: str) -> int | None:
         raise OSError(errno.ENOSPC, "No space left on device", "/data/out")
     if how == "not-found":
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "internal.so")
+    if how == "long-name":
+        raise OSError(errno.ENAMETOOLONG, "File name too long", "a" * 5000)
     if how == "memory":
         raise MemoryError
     if how == "code":

@@ -136,6 +136,9 @@ def test_anything_else_is_a_bug_in_ktc(capsys: pytest.CaptureFixture[str]) -> No
 def test_faults_of_the_machine_are_no_bugs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("end", "disk-full") == 1
     assert capsys.readouterr().err == "ktc: error: No space left on device: /data/out\n"
+    assert run("end", "long-name") == 1
+    err = capsys.readouterr().err
+    assert err.startswith("ktc: error: File name too long: aaa") and len(err) < 400
     assert run("end", "memory") == 1
     assert "out of memory" in capsys.readouterr().err
 

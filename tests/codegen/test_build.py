@@ -182,6 +182,15 @@ def test_unknown_variant_and_unwritable_cache(cache_dir: Path, monkeypatch: pyte
         build_variants(SPECS, ["portable"])
 
 
+def test_a_cache_that_others_may_write_is_refused(cache_dir: Path) -> None:
+    cache_dir.mkdir(parents=True)
+    cache_dir.chmod(0o777)
+    with pytest.raises(DiskError, match="is not private"):
+        cache.cache_dir()
+    cache_dir.chmod(0o755)
+    assert cache.cache_dir() == cache_dir
+
+
 def test_a_damaged_trust_store_is_said(cache_dir: Path) -> None:
     lib = build_variants(SPECS, ["portable"])["portable"]
     (cache_dir / "trust.json").write_text("[")

@@ -45,6 +45,18 @@ def test_nodes_that_are_not_there_are_refused() -> None:
         place([[0]], 1, 0)
 
 
+def test_more_threads_than_the_system_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktc import _runtime
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("cannot start worker thread: Resource temporarily unavailable")
+
+    monkeypatch.setattr(_runtime, "Pool", refuse)
+    with pytest.raises(KtcError, match="cannot start 3 threads: .*unavailable") as caught:
+        pool.get_pool([[0, 0, 0]])
+    assert "--threads" in (caught.value.hint or "")
+
+
 def test_the_default_respects_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "cpu_quota", lambda: 1.5)
     assert place([[0, 1, 2, 3]], 1, None) == [[0, 1]]

@@ -101,6 +101,7 @@ class NativeModel:
         self.config.get_text_config = lambda: self.config
         self.generation_config = SimpleNamespace(**generation) if generation is not None else None
         self.ktc_report: NativeReport | None = None
+        self.ktc_plan: Plan | None = None
 
     def native_operators(self) -> list[Any]:
         """Every packed operator, to report which kernels ran."""
@@ -259,6 +260,7 @@ def open_native(
     name = "model/generation_config.json"
     generation = json.loads(bundle.read(name)) if name in bundle.files else None
     model = NativeModel(graph, config, generation)
+    model.ktc_plan = bundle.plan
     model.ktc_report = NativeReport(
         str(bundle.path),
         lib.variant,

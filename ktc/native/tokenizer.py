@@ -72,8 +72,8 @@ class NativeTokenizer:
         token = self._token(key)
         return None if token is None else self.core.token_to_id(token)
 
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": self.core.encode(text).ids}
+    def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": self.core.encode(text, add_special_tokens=add_special_tokens).ids}
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False

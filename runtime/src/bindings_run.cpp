@@ -127,7 +127,8 @@ void bind_operators(py::module_& m) {
            "splits"_a, "weights"_a, "force"_a = "", "scheduling"_a = "dynamic", "min_rows"_a = MinRows{})
       .def(
           "submit",
-          [](Moe& self, uintptr_t x, int64_t ld_x, int64_t tokens, uintptr_t ids, uintptr_t weights, int64_t k) {
+          [](Moe& self, uintptr_t x, int64_t ld_x, int64_t tokens, uintptr_t ids, uintptr_t weights,
+             int64_t k) {
             return self.submit(at<const float>(x), ld_x, tokens, at<const int64_t>(ids),
                                at<const float>(weights), k);
           },

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ktc.cli.engine_options import engine_options, load_model
+from ktc.cli.graph_options import graph_options, load_native, wants_graph
 
 
 class BundleOrKernels(click.Command):
@@ -31,19 +33,58 @@ class BundleOrKernels(click.Command):
 @click.option(
     "-o", "--output", "form", type=click.Choice(["md", "csv", "json"]), default="md", show_default=True, help="Format."
 )
+@partial(graph_options, choices=("auto", "on", "off", "both"), more="; both: the two in turns")
 @engine_options
-def command(bundle: Path, prompt: int, decode: int, repetitions: int, form: str, verbose: int, **options: Any) -> None:
+def command(
+    bundle: Path,
+    prompt: int,
+    decode: int,
+    repetitions: int,
+    form: str,
+    verbose: int,
+    graph: str,
+    context: int | None,
+    n_deferred: int | None,
+    n_skipped: int,
+    **options: Any,
+) -> None:
     """Measure prompt and decode tokens/s of BUNDLE: mean and deviation over repetitions."""
-    model = load_model(bundle, verbose, **options)
+    from ktc.cuda.device import wants_cuda
+
+    if graph == "both":
+        kinds = ["on", "off"]
+    elif wants_cuda(bundle):
+        kinds = ["off" if graph == "off" else "on"]
+    else:
+        kinds = ["on" if wants_graph(bundle, graph, context, n_deferred, n_skipped) else "off"]
+    given = {"context": context, "n_deferred": n_deferred, "n_skipped": n_skipped}
+    if "off" in kinds:  # torch reads OpenMP's environment when it is imported: before anything imports it
+        from ktc.engine.lane import quiet_openmp
+
+        quiet_openmp()
+    models = {kind: _load(bundle, kind, verbose, given, options) for kind in kinds}
+
     from ktc.engine.bench import measure, render
 
+    model = next(iter(models.values()))
     report = model.ktc_report
     schemes = sorted({str(m.moe.scheme) for m in model.ktc_plan.moe_modules()})
     about = {
         "bundle": Path(report.bundle).name,
         "model": model.ktc_plan.model_type,
         "experts": "+".join(schemes) or "none",
-        "kernels": report.variant + (f":{report.force_kernel}" if report.force_kernel else ""),
+        "kernels": report.variant + (f":{options['force_kernel']}" if options["force_kernel"] else ""),
         "threads": sum(report.threads),
     }
-    click.echo(render(measure(model, prompt, decode, repetitions), about, form))
+    click.echo(render(measure(models, prompt, decode, repetitions), about, form))
+
+
+def _load(bundle: Path, graph: str, verbose: int, given: dict[str, Any], options: dict[str, Any]) -> Any:
+    """The model on its device: on the decode graph ("on") or in torch's modules ("off")."""
+    from ktc.cuda.device import wants_cuda
+
+    if wants_cuda(bundle):
+        from ktc.cli.cuda_options import load_session
+
+        return load_session(bundle, verbose, graph=graph, **given, **options)
+    return load_native(bundle, verbose, **given, **options) if graph == "on" else load_model(bundle, verbose, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,15 +12,19 @@ import click
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def graph_options(function: F) -> F:
-    """--graph, --context, --deferred, --skip."""
+def graph_options(function: F, choices: Sequence[str] = ("auto", "on", "off"), more: str = "") -> F:
+    """--graph, --context, --deferred, --skip.
+
+    Args:
+        choices: of --graph; `more` says what further ones do.
+    """
     for option in reversed(
         (
             click.option(
                 "--graph",
-                type=click.Choice(["auto", "on", "off"]),
+                type=click.Choice(choices),
                 default="auto",
-                help="Replay the bundle's decode graph, or run its modules in torch (off); auto: if it has one.",
+                help=f"Replay the bundle's decode graph, or run its modules in torch (off); auto: if it has one{more}.",
             ),
             click.option(
                 "--context", type=click.IntRange(min=1), help="Positions of the caches; default: at most 8192."

@@ -1,4 +1,4 @@
-"""Speed of a loaded model: prompt and decode tokens/s over repetitions, and the table of it."""
+"""Speed of a loaded model, or of several in turns: prompt and decode tokens/s over repetitions, and their table."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,8 +19,12 @@ from ktc.progress import Progress
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `mean` and `deviation` (sample standard deviation) are tokens per second."""
+    """One line of the table. `mean` and `deviation` (sample standard deviation) are tokens per second.
 
+    `graph`: "on" for the decode graph, "off" for the modules in torch.
+    """
+
+    graph: str
     test: str
     tokens: int
     repetitions: int
@@ -37,49 +42,68 @@ class _NoText:
         return ""
 
 
-def measure(model: Any, prompt: int, decode: int, repetitions: int) -> list[Row]:
+def measure(models: Mapping[str, Any], prompt: int, decode: int, repetitions: int) -> list[Row]:
     """Time `prompt` random tokens and `decode` greedy ones, `repetitions` times after one short warm-up.
+
+    Several models take turns, every other time in reverse, so that whatever else the machine does hits all of them.
+
+    Args:
+        models: `Row.graph` -> loaded model.
 
     Raises:
         KtcError: nothing to measure, or more tokens than the context holds.
     """
     if prompt < 0 or decode < 0 or prompt + decode == 0 or repetitions < 1:
         raise KtcError("nothing to measure", "give -p or -n a positive number of tokens, and -r at least 1")
-    generator = TextGenerator(model, _NoText())
     length = max(prompt, 1)
-    if generator.context is not None and length + decode > generator.context:
-        raise KtcError(f"{length} + {decode} tokens do not fit the model's context of {generator.context}")
-    vocabulary = model.config.get_text_config().vocab_size
+    turns = [(graph, _generator(model)) for graph, model in models.items()]
+    for _, generator in turns:
+        if generator.context is not None and length + decode > generator.context:
+            raise KtcError(f"{length} + {decode} tokens do not fit the model's context of {generator.context}")
+    vocabulary = turns[0][1].model.config.get_text_config().vocab_size
     ids = np.random.default_rng(0).integers(0, vocabulary, length).tolist()
-    generator.generate(ids[:16], max_tokens=2, ignore_eos=True)
-    rates: dict[str, list[float]] = {}
-    with Progress("bench", repetitions, "repetitions") as progress:
-        for _ in range(repetitions):
-            generator.reset()
-            # one token more than steps: the first comes from the prompt's logits
-            out = generator.generate(ids, max_tokens=decode + 1 if decode else 0, ignore_eos=True)
-            if out.finish_reason == "interrupted":
-                raise KeyboardInterrupt
-            if prompt:
-                rates.setdefault(f"prompt {prompt}", []).append(out.timings.prompt_rate)
-            if decode:
-                rates.setdefault(f"decode {decode}", []).append(out.timings.decode_rate)
-            progress.update()
-    return [_row(test, samples) for test, samples in rates.items()]
+    for _, generator in turns:
+        generator.generate(ids[:16], max_tokens=2, ignore_eos=True)
+    rates: dict[tuple[str, str], list[float]] = {}
+    with Progress("bench", repetitions * len(turns), "repetitions") as progress:
+        for repetition in range(repetitions):
+            for graph, generator in turns if repetition % 2 == 0 else turns[::-1]:
+                generator.reset()
+                # one token more than steps: the first comes from the prompt's logits
+                out = generator.generate(ids, max_tokens=decode + 1 if decode else 0, ignore_eos=True)
+                if out.finish_reason == "interrupted":
+                    raise KeyboardInterrupt
+                if prompt:
+                    rates.setdefault((f"prompt {prompt}", graph), []).append(out.timings.prompt_rate)
+                if decode:
+                    rates.setdefault((f"decode {decode}", graph), []).append(out.timings.decode_rate)
+                progress.update()
+    tests = dict.fromkeys(test for test, _ in rates)
+    return [_row(graph, test, rates[test, graph]) for test in tests for graph in models]
 
 
-def _row(test: str, samples: list[float]) -> Row:
+def _generator(model: Any) -> TextGenerator:
+    """What decodes as `ktc run` does: a session's own steps, or Hugging Face's forward."""
+    if hasattr(model, "prefill"):
+        from ktc.native.generate import NativeGenerator
+
+        return NativeGenerator(model, _NoText())
+    return TextGenerator(model, _NoText())
+
+
+def _row(graph: str, test: str, samples: list[float]) -> Row:
     deviation = statistics.stdev(samples) if len(samples) > 1 else 0.0
-    return Row(test, int(test.split()[1]), len(samples), statistics.mean(samples), deviation, tuple(samples))
+    return Row(graph, test, int(test.split()[1]), len(samples), statistics.mean(samples), deviation, tuple(samples))
 
 
 def render(rows: list[Row], about: dict[str, Any], form: str) -> str:
     """The table as "md", "csv" or "json"; `about` (model, recipe, variant, threads) goes into every row."""
     if form == "json":
         return json.dumps({**about, "results": [asdict(r) for r in rows]}, indent=2)
-    header = [*about, "test", "tokens/s", "deviation", "repetitions"]
+    header = [*about, "graph", "test", "tokens/s", "deviation", "repetitions"]
     body = [
-        [*map(str, about.values()), r.test, f"{r.mean:.2f}", f"{r.deviation:.2f}", str(r.repetitions)] for r in rows
+        [*map(str, about.values()), r.graph, r.test, f"{r.mean:.2f}", f"{r.deviation:.2f}", str(r.repetitions)]
+        for r in rows
     ]
     if form == "csv":
         out = io.StringIO()

@@ -52,3 +52,20 @@ def test_tables_agree(bundle: Path) -> None:
 )
 def test_what_cannot_be_measured_is_said(arguments: tuple[object, ...], message: str, bundle: Path) -> None:
     assert message in str(run(bundle, *arguments).exception)
+
+
+def test_graph_is_the_default_and_both_take_turns(bundle: Path) -> None:
+    rows = json.loads(run(bundle, "-p", 8, "-n", 3, "-r", 2, "-o", "json").stdout)["results"]
+    assert [r["graph"] for r in rows] == ["on", "on"]
+    rows = json.loads(run(bundle, "-p", 8, "-n", 3, "-r", 2, "-o", "json", "--graph", "both").stdout)["results"]
+    assert [(r["test"], r["graph"]) for r in rows] == [
+        ("prompt 8", "on"), ("prompt 8", "off"), ("decode 3", "on"), ("decode 3", "off")
+    ]  # fmt: skip
+    assert all(r["repetitions"] == 2 and min(r["samples"]) > 0 for r in rows)
+    table = run(bundle, "-p", 0, "-n", 3, "-r", 1, "--graph", "off").stdout.splitlines()
+    assert [cell.strip() for cell in table[2].split("|")][6:8] == ["off", "decode 3"]
+
+
+def test_deferral_needs_the_graph(bundle: Path) -> None:
+    result = run(bundle, "-p", 4, "-n", 1, "-r", 1, "--graph", "off", "--skip", 1)
+    assert "--skip needs the graph" in str(result.exception)

@@ -315,6 +315,9 @@ def _add_graph(c: Compilation) -> None:
     from ktc.errors import UnsupportedModelError
     from ktc.native.engine import PROGRAM_FILE, lower_bundle
 
+    if c.plan.uses_cuda():  # its decode step is captured as a CUDA graph when the bundle is loaded
+        return
+
     try:
         program = lower_bundle(c.checkpoint.config, c.plan)
     except UnsupportedModelError as error:
@@ -343,5 +346,6 @@ def _write_rest(c: Compilation) -> None:
         "kernels": c.kernels.emit(out) if c.kernels else [],
     }
     tensors = emit.tensor_fields(c.parts, c.shards)
-    variant = c.kernels.best_here() if c.kernels and c.logits else None
+    runs_here = c.logits and not c.plan.uses_cuda()  # cross-compiling is the rule for those
+    variant = c.kernels.best_here() if c.kernels and runs_here else None
     finish_bundle(out, c.plan, tensors, fields, run_with=variant)

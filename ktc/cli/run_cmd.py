@@ -12,6 +12,7 @@ import click
 
 from ktc.cli.engine_options import engine_options, load_model
 from ktc.cli.graph_options import graph_options, load_native, wants_graph
+from ktc.cuda.device import wants_cuda
 from ktc.errors import KtcError
 
 if TYPE_CHECKING:
@@ -84,7 +85,14 @@ def command(
     }
     SamplingOptions.from_config(None, **given)  # complain before the weights are read
     make_generator: Callable[[Any, Any], TextGenerator]
-    if wants_graph(bundle, graph, context, n_deferred, n_skipped):
+    if wants_cuda(bundle):
+        from ktc.cli.cuda_options import load_session
+        from ktc.engine.chat import load_tokenizer
+        from ktc.native.generate import NativeGenerator as make_generator
+
+        options |= {"graph": graph, "context": context, "n_deferred": n_deferred, "n_skipped": n_skipped}
+        model = load_session(bundle, verbose, **options)
+    elif wants_graph(bundle, graph, context, n_deferred, n_skipped):
         from ktc.native.generate import NativeGenerator as make_generator
         from ktc.native.tokenizer import load_tokenizer
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache
 
 
-class StaticCache(Cache):
+class StaticCache(Cache):  # type: ignore[misc]
     """One sequence.
 
     Args:

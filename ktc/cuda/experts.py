@@ -66,7 +66,9 @@ class ExpertLane:
         decode: whether steps enqueued from now on are decode steps (deferral and skipping apply).
     """
 
-    def __init__(self, moes: Sequence[Any], hidden: int, top_k: int, device: Any, rows: int, help: bool = False) -> None:
+    def __init__(
+        self, moes: Sequence[Any], hidden: int, top_k: int, device: Any, rows: int, help: bool = False
+    ) -> None:
         from ktc import _runtime
 
         try:

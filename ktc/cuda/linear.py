@@ -1,10 +1,9 @@
 """`LaneLinear`: a dense linear that the recipe quantised, on the device.
 
 int4 runs on PyTorch's own weight-only kernel (tinygemm, `_weight_int4pack_mm`): it is part of torch, needs no package
-beside it, takes groups of 32, 64 and 128, and neither allocates on the host nor synchronises, so a CUDA graph may hold it.
-It computes in bf16; activations are not quantised. Everything else (other types and shapes that it does not
-take) is dequantised once and multiplied as a plain matrix. The stored integers are kept as they are; scales are
-rounded to the computing type.
+beside it, takes groups of 32, 64 and 128, and never synchronises, so a CUDA graph may hold it. It computes in bf16;
+activations are not quantised. Everything else (other types, and shapes that it does not take) is dequantised once and
+multiplied as a plain matrix. The stored integers are kept as they are; scales are rounded to the computing type.
 """
 
 from __future__ import annotations
@@ -94,6 +93,7 @@ def takes_int4(layout: MatrixLayout, dtype: torch.dtype) -> bool:
     scheme = layout.scheme
     return (
         scheme.data_type == "int4"
+        and scheme.scale in ("integer", "group")
         and scheme.group in TINYGEMM_GROUPS
         and layout.k == layout.k_pad
         and layout.k % scheme.group == 0
@@ -169,5 +169,7 @@ def pack_int4(q: Tensor, scale: Tensor, device: Any) -> tuple[Tensor, Tensor]:
 def multiply_int4(x: Tensor, packed: Tensor, scales: Tensor, group: int) -> Tensor:
     """x bf16 [M, k] -> bf16 [M, n]."""
     if x.device.type == "cuda":
-        return torch.ops.aten._weight_int4pack_mm(x, packed, group, scales)
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, scales)
+        out: Tensor = torch.ops.aten._weight_int4pack_mm(x, packed, group, scales)
+    else:
+        out = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, group, scales)
+    return out

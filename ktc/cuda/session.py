@@ -190,7 +190,7 @@ class CudaSession:
             self._step()
             self.lane.synchronize()
             return
-        side = torch.cuda.Stream(self.device)
+        side: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             for _ in range(2):

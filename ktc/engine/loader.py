@@ -50,7 +50,8 @@ def load(
         check_memory: refuse up front what does not fit in memory.
         dtype: what a CUDA device computes in: "bf16" (default), "fp16" or "fp32"; the CPU computes in fp32.
     Returns:
-        A `PreTrainedModel` in eval mode, computing in fp32 (on a CUDA device, in `dtype`); its `ktc_report` is a `LoadReport`.
+        A `PreTrainedModel` in eval mode, computing in fp32 (on a CUDA device, in `dtype`); its `ktc_report`
+        is a `LoadReport`.
     Raises:
         BundleError: damaged, untrusted, not for this machine; BuildError: no kernel library can be had;
         KtcError: not enough memory, no such device, or `strict` and degraded.

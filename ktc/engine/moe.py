@@ -20,7 +20,8 @@ from ktc.plan.ir import MoePlan
 class KtcFusedMoE(nn.Module):
     """Takes over every child, buffer and parameter of the block it replaces except its experts, under their names.
 
-    Input and output [..., H] of one type (sums in f32); any leading shape. Blocks that return their router's scores (gpt-oss) still do.
+    Input and output [..., H] of one type (sums in f32); any leading shape. Blocks that return their router's scores
+    (gpt-oss) still do.
     """
 
     def __init__(self, block: nn.Module, family: Family, plan: MoePlan) -> None:

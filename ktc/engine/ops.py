@@ -1,9 +1,9 @@
 """The runtime's operators as torch custom operators: `ktc::linear`, `ktc::moe_submit`, `ktc::moe_collect`.
 
-An object that brings its own `submit_rows` and `collect_rows` (the CUDA lane's) is called instead of
-being handed pointers. The runtime links no torch: these functions hand it data pointers. Each has a fake (shape-only) version,
-so that tracing and capture see the same operators that eager modules call. A native operator is named
-by an integer handle; the handle lives as long as the object that `register` was given.
+An object that brings its own `submit_rows` and `collect_rows` (the CUDA lane's) is called instead of being handed
+pointers. The runtime links no torch: these functions hand it data pointers. Each has a fake (shape-only) version, so
+that tracing and capture see the same operators that eager modules call. A native operator is named by an integer
+handle; the handle lives as long as the object that `register` was given.
 """
 
 from __future__ import annotations

@@ -146,6 +146,10 @@ class Plan:
     def moe_modules(self) -> list[ModulePlan]:
         return [m for m in self.modules if m.moe is not None]
 
+    def uses_cuda(self) -> bool:
+        """Whether anything is planned for a CUDA device."""
+        return any(m.device != "cpu" for m in self.modules)
+
     def expert_bytes(self, node: int) -> int:
         return sum(m.moe.node_bytes(node) for m in self.modules if m.moe is not None)
 

@@ -1,4 +1,4 @@
-"""The callback protocol without CUDA: a thread as the stream, recorded work as the graph (tests/cuda/fake_cudart.cpp)."""
+"""The callback protocol without CUDA: a thread as the stream, recorded work as the graph (fake_cudart.cpp)."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-// Holds the hand-written declarations of lane.h against NVIDIA's headers. Compiled by tests only (nvcc),
+// Holds the hand-written declarations of cudart.h against NVIDIA's headers. Compiled by tests only (nvcc),
 // never linked.
 //
-// The runtime looks these functions up by name, so nothing else would notice a changed signature. The
-// capture below also shows the compiler the very nodes that a decode step consists of.
+// The runtime looks these functions up by name, so nothing else would notice a changed signature.
 #include <cuda_runtime_api.h>
 
 #include <type_traits>
 
-#include "cuda/lane.h"
+#include "cuda/cudart.h"
 
 namespace {
 

@@ -15,7 +15,7 @@ LAYOUT_VERSION = 1
 ABI_VERSION = 1
 
 DataType = Literal["fp32", "bf16", "int8", "int4"]
-ScaleMode = Literal["none", "channel", "group", "integer"]
+ScaleMode = Literal["none", "channel", "group", "integer", "codebook"]
 Activation = Literal["silu_mul", "silu_clamp", "swiglu_oai"]
 
 DATA_TYPES: tuple[DataType, ...] = ("fp32", "bf16", "int8", "int4")
@@ -36,7 +36,8 @@ class QuantScheme:
 
     Attributes:
         data_type: element format of the tiles.
-        scale: "none" for fp32 and bf16; int8: "channel" or "group"; int4: "integer" or "group".
+        scale: "none" for fp32 and bf16; int8: "channel" or "group"; int4: "integer",
+            "codebook" or "group".
         group: columns that share a scale; 0 = the whole row (scale "channel").
     """
 
@@ -48,8 +49,14 @@ class QuantScheme:
         return math.ceil(k_pad / self.group) if self.group else 1
 
     def __str__(self) -> str:
-        tail = {"none": "", "channel": "-channel", "group": f"-g{self.group}f", "integer": f"-g{self.group}"}
-        return self.data_type + tail[self.scale]
+        letter = {"group": "f", "integer": "", "codebook": "c"}
+        tail = {"none": "", "channel": "-channel"}.get(self.scale, f"-g{self.group}{letter.get(self.scale)}")
+        return self.data_type + tail
+
+    @property
+    def group_mult_bytes(self) -> int:
+        """Bytes of `mult` for one group of a 32-row block: a multiplier or a 4-bit selector per row, or none."""
+        return {"integer": BLOCK_ROWS, "codebook": BLOCK_ROWS // 2}.get(self.scale, 0)
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ class MatrixLayout:
 
     @property
     def mult_bytes(self) -> int:
-        return self.n_pad * self.scheme.groups(self.k_pad) if self.scheme.scale == "integer" else 0
+        return self.blocks * self.scheme.groups(self.k_pad) * self.scheme.group_mult_bytes
 
     @property
     def nbytes(self) -> int:

@@ -19,11 +19,14 @@ from ktc.pack.matrix import PackedMatrix
 from ktc.plan.ir import MoePlan
 
 Float = NDArray[np.float64]
+_CODEBOOK = np.array([-127, -90, -73, -58, -45, -32, -21, -10, 0, 11, 22, 34, 47, 62, 79, 98])
+_MULTIPLIER = np.array([20, 46, 64, 76, 88, 99, 112, 127])
 _BLOCKS_AT_ONCE = 32  # bounds the float64 copy of the weights
 
 
 def stored_values(packed: PackedMatrix, begin: int, end: int) -> NDArray[Any]:
-    """N-blocks [begin, end) as [rows, K_pad]: the integers of the integer formats, else the floats."""
+    """N-blocks [begin, end) as [rows, K_pad]: the integers of the integer formats (codebook: the levels), else the
+    floats."""
     layout = packed.layout
     raw = packed.tiles.reshape(layout.blocks, -1)[begin:end]
     count, steps = end - begin, layout.steps
@@ -39,7 +42,18 @@ def stored_values(packed: PackedMatrix, begin: int, end: int) -> NDArray[Any]:
     else:
         nibbles = raw.reshape(count, steps, 16, 16, 4)
         bytes_ = np.stack([nibbles & 15, nibbles >> 4], axis=2).astype(np.int16) - 8
-    return bytes_.transpose(0, 2, 4, 1, 3, 5).reshape(count * BLOCK_ROWS, -1)
+    rows = bytes_.transpose(0, 2, 4, 1, 3, 5).reshape(count * BLOCK_ROWS, -1)
+    return _levels(packed, rows + 8, begin, end) if layout.scheme.scale == "codebook" else rows
+
+
+def _levels(packed: PackedMatrix, codes: NDArray[Any], begin: int, end: int) -> NDArray[Any]:
+    """Codes 0..15 [rows, K_pad] of N-blocks [begin, end) -> codebook levels, as abi.h words them."""
+    groups = packed.layout.scheme.groups(packed.layout.k_pad)
+    both = packed.mult.reshape(-1, groups, 16)[begin:end]
+    by_row = np.concatenate([both & 15, both >> 4], axis=2).transpose(0, 2, 1).reshape(-1, groups)
+    selector = np.repeat(by_row, packed.layout.scheme.group, axis=1)[:, : codes.shape[1]]
+    level = (_CODEBOOK[codes] * _MULTIPLIER[selector & 7] + 64) >> 7
+    return np.where(selector & 8, -level, level)
 
 
 def weight_scales(packed: PackedMatrix) -> NDArray[np.float64]:
@@ -56,7 +70,7 @@ def weight_scales(packed: PackedMatrix) -> NDArray[np.float64]:
     if scheme.scale == "group":
         return by_row(packed.scale)
     rows: Float = packed.scale.astype(np.float64)[:, None]
-    return rows * by_row(packed.mult) if scheme.scale == "integer" else rows
+    return rows * by_row(packed.mult) if scheme.scale == "integer" else np.repeat(rows, groups, axis=1)
 
 
 def _operand(x: Float, data_type: str) -> tuple[Float, Float]:

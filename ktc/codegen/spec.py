@@ -22,7 +22,7 @@ _SCALES: dict[DataType, tuple[ScaleMode, ...]] = {
     "fp32": ("none",),
     "bf16": ("none",),
     "int8": ("channel", "group"),
-    "int4": ("integer", "group"),
+    "int4": ("integer", "codebook", "group"),
 }
 
 
@@ -56,10 +56,12 @@ class KernelSpec:
             raise refuse(f"{self.data_type} takes scale {' or '.join(_SCALES[self.data_type])}")
         if type(self.group) is not int or type(self.k) is not int:
             raise refuse("group and k must be integers")
-        if (self.group != 0) != (self.scale in ("group", "integer")) or not 0 <= self.group <= 1 << 16:
-            raise refuse("a group belongs to the scales 'group' and 'integer'")
+        if (self.group != 0) != (self.scale in ("group", "integer", "codebook")) or not 0 <= self.group <= 1 << 16:
+            raise refuse("a group belongs to the scales 'group', 'integer' and 'codebook'")
         if self.group % 64 and self.group not in (0, 16, 32):
             raise refuse("a group must be 16, 32 or a multiple of 64 columns")
+        if self.scale == "codebook" and self.group > 128:
+            raise refuse("a codebook group has at most 128 columns")
         if self.k % K_ALIGN or not 0 <= self.k <= 1 << 20:
             raise refuse("k must be a multiple of 64")
 

@@ -67,8 +67,8 @@ _BASE = ("-march=x86-64", "-mtune=generic")
 _ALL = (
     Variant(
         "amx",
-        (*_BASE, *_AVX512_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
-        (*_AVX512, "amx_tile", "amx_int8", "amx_bf16"),
+        (*_BASE, *_AVX512_FLAGS, "-mavx512vbmi", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+        (*_AVX512, "avx512vbmi", "amx_tile", "amx_int8", "amx_bf16"),
         "Avx512", "avx512.h", "avx512", "AmxTiles", "amx.h", "amx",
     ),
     Variant("avx512", (*_BASE, *_AVX512_FLAGS), _AVX512, "Avx512", "avx512.h", "avx512"),

@@ -193,7 +193,7 @@ def _write_linear(
         if packed.scale.size:
             writer.write_at(f"{name}.scale", packed.scale, 4 * begin * (layout.scale_count // layout.n_pad))
         if packed.mult.size:
-            writer.write_at(f"{name}.mult", packed.mult, begin * (layout.mult_bytes // layout.n_pad))
+            writer.write_at(f"{name}.mult", packed.mult, begin // BLOCK_ROWS * (layout.mult_bytes // layout.blocks))
     if linear.bias:
         array, dtype = source.rows(f"{name}.bias", 0, linear.n)
         if not allow_nonfinite:

@@ -50,18 +50,19 @@ class PackedMatrix:
         assert begin % BLOCK_ROWS == 0 and end % BLOCK_ROWS == 0, (begin, end)
         tiles, groups = self._blocked()
         per_scale = groups if self.layout.scheme.scale == "group" else 1
+        per_block = groups * self.layout.scheme.group_mult_bytes
         return PackedMatrix(
             layout=replace(self.layout, n=end - begin),
             tiles=tiles[begin // BLOCK_ROWS : end // BLOCK_ROWS].reshape(-1),
             scale=self.scale[begin * per_scale : end * per_scale] if self.scale.size else self.scale,
-            mult=self.mult[begin * groups : end * groups] if self.mult.size else self.mult,
+            mult=self.mult[begin // BLOCK_ROWS * per_block : end // BLOCK_ROWS * per_block],
             bias=None if self.bias is None else self.bias[begin:end],
         )
 
     def columns(self, begin: int, end: int) -> PackedMatrix:
         """Columns [begin, end): whole steps and whole groups (or up to the end). Copies.
 
-        Scales of the whole row (channel, integer) are kept as they are; so is the bias, which the
+        Scales of the whole row (channel, integer, codebook) are kept as they are; so is the bias, which the
         caller gives to one slice only.
         """
         layout, scheme = self.layout, self.layout.scheme
@@ -72,13 +73,13 @@ class PackedMatrix:
 
         def cut(values: Array) -> Array:
             first, last = begin // scheme.group, math.ceil(end / scheme.group)
-            return np.ascontiguousarray(values.reshape(layout.blocks, groups, BLOCK_ROWS)[:, first:last]).reshape(-1)
+            return np.ascontiguousarray(values.reshape(layout.blocks, groups, -1)[:, first:last]).reshape(-1)
 
         return PackedMatrix(
             layout=replace(layout, k=end - begin),
             tiles=np.ascontiguousarray(tiles[:, begin // step : end // step]).reshape(-1),
             scale=cut(self.scale) if scheme.scale == "group" else self.scale,
-            mult=cut(self.mult) if scheme.scale == "integer" else self.mult,
+            mult=cut(self.mult) if self.mult.size else self.mult,
             bias=self.bias,
         )
 
@@ -103,7 +104,7 @@ def join_columns(slices: Sequence[PackedMatrix]) -> PackedMatrix:
 
     def merge(parts: Sequence[Array]) -> Array:
         shaped = [
-            part.reshape(blocks, s.layout.scheme.groups(s.layout.k_pad), BLOCK_ROWS)
+            part.reshape(blocks, s.layout.scheme.groups(s.layout.k_pad), -1)
             for part, s in zip(parts, slices, strict=True)
         ]
         return np.concatenate(shaped, axis=1).reshape(-1)
@@ -112,7 +113,7 @@ def join_columns(slices: Sequence[PackedMatrix]) -> PackedMatrix:
         layout=replace(first.layout, k=sum(s.layout.k_pad for s in slices)),
         tiles=np.concatenate([s._blocked()[0] for s in slices], axis=1).reshape(-1),
         scale=merge([s.scale for s in slices]) if scheme.scale == "group" else first.scale,
-        mult=merge([s.mult for s in slices]) if scheme.scale == "integer" else first.mult,
+        mult=merge([s.mult for s in slices]) if first.mult.size else first.mult,
         bias=first.bias,
     )
 

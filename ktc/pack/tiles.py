@@ -23,8 +23,8 @@ class PackedMatrix:
 
     Attributes:
         tiles: uint8 [tile_bytes].
-        scale: float32 [N_pad] (channel, integer), [N_pad/32 * groups * 32] (group), or empty.
-        mult: uint8 [N_pad/32 * groups * 32] (integer), or empty.
+        scale: float32 [N_pad] (channel, integer, codebook), [N_pad/32 * groups * 32] (group), or empty.
+        mult: uint8 [N_pad/32 * groups * 32] (integer), [N_pad/32 * groups * 16] (codebook), or empty.
     """
 
     tiles: NDArray[np.uint8]
@@ -69,6 +69,9 @@ def pack(w: F32, rows: NDArray[np.int64], scheme: QuantScheme) -> PackedMatrix:
         unsigned = (nibbles[:, 0] | np.left_shift(nibbles[:, 1], np.uint8(4))).reshape(-1, stored.shape[1])
     scale = _by_block(quantized.scale) if scheme.scale == "group" else quantized.scale[:, 0].copy()
     mult = no_mult if quantized.mult is None else _by_block(quantized.mult)
+    if scheme.scale == "codebook":
+        halves = mult.reshape(-1, 2, BLOCK_ROWS // 2)
+        mult = (halves[:, 0] | np.left_shift(halves[:, 1], np.uint8(4))).reshape(-1)
     return PackedMatrix(_tiles_of_words(unsigned, scheme), scale.astype(np.float32), mult.astype(np.uint8))
 
 
@@ -86,7 +89,12 @@ def unpack(packed: PackedMatrix, n_pad: int, k_pad: int, scheme: QuantScheme) ->
         q = np.stack([halves & 15, halves >> 4], axis=1).reshape(n_pad, k_pad).astype(np.int8) - np.int8(8)
     groups = scheme.groups(k_pad)
     scale = _by_row(packed.scale, groups) if scheme.scale == "group" else packed.scale.reshape(n_pad, 1)
-    mult = _by_row(packed.mult, groups) if scheme.scale == "integer" else None
+    mult = None
+    if scheme.scale == "integer":
+        mult = _by_row(packed.mult, groups)
+    elif scheme.scale == "codebook":
+        both = packed.mult.reshape(-1, BLOCK_ROWS // 2)
+        mult = _by_row(np.concatenate([both & 15, both >> 4], axis=1).reshape(-1), groups)
     return quantizer_for(scheme).dequantize(Quantized(q, scale, mult), scheme.group)
 
 

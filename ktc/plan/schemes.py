@@ -18,6 +18,7 @@ LEGAL_GROUPS: dict[tuple[DataType, ScaleMode], tuple[int, ...]] = {
     ("int8", "channel"): (0,),
     ("int8", "group"): (32, 64, 128),
     ("int4", "integer"): (16, 32, 64, 128),
+    ("int4", "codebook"): (16, 32, 64, 128),
     ("int4", "group"): (32, 64, 128),
 }
 

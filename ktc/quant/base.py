@@ -28,7 +28,7 @@ class Quantized:
     Attributes:
         q: int8 [n, k_pad].
         scale: float32 [n, groups] for group scales, else [n, 1].
-        mult: uint8 [n, groups] for integer scales, else None.
+        mult: uint8 [n, groups]: multipliers (integer scales) or selectors (codebook), else None.
     """
 
     q: NDArray[np.int8]
@@ -67,6 +67,15 @@ def spans(k_pad: int, group: int) -> Iterator[tuple[int, int, int]]:
 def round_clamp(values: F32, low: int, high: int) -> F32:
     """Nearest integer, ties to even, limited to [low, high]; float32."""
     return np.clip(np.rint(values), np.float32(low), np.float32(high))
+
+
+def fit_dot(x: F32, q: F32) -> F32:
+    """sum x * q over [n, width]: four lanes by column modulo 4, then (0 + 1) + (2 + 3)."""
+    lanes = np.zeros((x.shape[0], 4), np.float32)
+    for i in range(0, x.shape[1], 4):
+        lanes += x[:, i : i + 4] * q[:, i : i + 4]
+    total: F32 = (lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3])
+    return total
 
 
 def expand_groups(per_group: NDArray[Any], k_pad: int, group: int) -> NDArray[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ktc.quant.base import F32, TINY, Quantized, Quantizer, expand_groups, round_clamp, spans
+from ktc.quant.base import F32, TINY, Quantized, Quantizer, expand_groups, fit_dot, round_clamp, spans
 
 CHANNEL_DIVISORS = np.array([7.0, 8.0], np.float32)
 WINDOW = 8
@@ -35,15 +35,6 @@ def _group_multipliers(x: F32, amax: F32, channel: F32, unit: F32) -> tuple[F32,
     error *= relative * relative
     best = error.argmin(axis=1)
     return error[np.arange(n), best], mult[np.arange(n), best]
-
-
-def _fit(x: F32, q: F32) -> F32:
-    """sum x * q over [n, width]: four lanes by column modulo 4, then (0 + 1) + (2 + 3)."""
-    lanes = np.zeros((x.shape[0], 4), np.float32)
-    for i in range(0, x.shape[1], 4):
-        lanes += x[:, i : i + 4] * q[:, i : i + 4]
-    total: F32 = (lanes[:, 0] + lanes[:, 1]) + (lanes[:, 2] + lanes[:, 3])
-    return total
 
 
 def quantize(w: F32, group: int) -> Quantized:
@@ -80,7 +71,7 @@ def quantize(w: F32, group: int) -> Quantized:
         inverse = np.where(m[:, g] > 0, np.float32(1) / np.where(m[:, g] > 0, step, np.float32(1)), np.float32(0))
         rounded = round_clamp(x[:, begin:end] * inverse[:, None], -8, 7)
         q[rows, begin:end] = rounded
-        dot += _fit(x[:, begin:end], rounded).astype(np.float64) * m[:, g]
+        dot += fit_dot(x[:, begin:end], rounded).astype(np.float64) * m[:, g]
         norm += (rounded.astype(np.int64) ** 2).sum(axis=1) * m[:, g] ** 2
     fitted = (dot / np.maximum(norm, 1)).astype(np.float32)
     scale[rows, 0] = np.where(norm > 0, fitted, channel)

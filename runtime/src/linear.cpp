@@ -39,8 +39,8 @@ Linear::Linear(std::shared_ptr<KernelLib> lib, std::shared_ptr<Pool> pool, int64
     throw std::invalid_argument("tiles must be 64-byte aligned and not null");
   if (scheme.integer() && weight.scale == nullptr)
     throw std::invalid_argument("an integer format needs scales");
-  if (scheme.scale == KTC_SCALE_INTEGER && weight.mult == nullptr)
-    throw std::invalid_argument("integer scales need multipliers");
+  if (scheme.has_mult() && weight.mult == nullptr)
+    throw std::invalid_argument(std::string(scale_name(scheme.scale)) + " scales need multipliers");
 }
 
 void Linear::forward(const float* x, int64_t ld_x, int64_t m, float* y, int64_t ld_y) {

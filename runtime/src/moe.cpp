@@ -22,7 +22,7 @@ void check_weight(const ktc_weight& w, const Scheme& scheme, const char* what, s
   if (w.tiles == nullptr || reinterpret_cast<uintptr_t>(w.tiles) % 64 != 0)
     throw bad(where + ": tiles must be 64-byte aligned and not null");
   if (scheme.integer() && w.scale == nullptr) throw bad(where + ": scales are missing");
-  if (scheme.scale == KTC_SCALE_INTEGER && w.mult == nullptr) throw bad(where + ": multipliers are missing");
+  if (scheme.has_mult() && w.mult == nullptr) throw bad(where + ": multipliers are missing");
 }
 
 void check_options(const MoeOptions& o, const Pool& pool) {

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "ktc/codebook.h"
 #include "numerics.h"
 #include "quantize.h"
 
@@ -97,30 +98,35 @@ const char* format_name(int format) {
   return format >= 0 && format < 4 ? names[format] : "unknown";
 }
 
+constexpr int kScales = 5;
+
 const char* scale_name(int scale) {
-  constexpr const char* names[] = {"none", "channel", "group", "integer"};
-  return scale >= 0 && scale < 4 ? names[scale] : "unknown";
+  constexpr const char* names[] = {"none", "channel", "group", "integer", "codebook"};
+  return scale >= 0 && scale < kScales ? names[scale] : "unknown";
 }
 
 Scheme Scheme::from_names(const std::string& data_type, const std::string& scale, int64_t group) {
   int format = 0, mode = 0;
   while (format < 4 && data_type != format_name(format)) ++format;
-  while (mode < 4 && scale != scale_name(mode)) ++mode;
+  while (mode < kScales && scale != scale_name(mode)) ++mode;
   if (format == 4) throw std::invalid_argument("unknown data type '" + data_type + "'");
-  if (mode == 4) throw std::invalid_argument("unknown scale mode '" + scale + "'");
+  if (mode == kScales) throw std::invalid_argument("unknown scale mode '" + scale + "'");
   Scheme s;
   s.format = static_cast<ktc_format>(format);
   s.scale = static_cast<ktc_scale>(mode);
   s.group = group;
 
-  const bool grouped = s.scale == KTC_SCALE_GROUP || s.scale == KTC_SCALE_INTEGER;
+  const bool grouped = s.scale == KTC_SCALE_GROUP || s.has_mult();
   const bool known = (!s.integer() && s.scale == KTC_SCALE_NONE) ||
                      (s.format == KTC_INT8 && (s.scale == KTC_SCALE_CHANNEL || s.scale == KTC_SCALE_GROUP)) ||
                      (s.format == KTC_INT4 && grouped);
   if (!known) throw std::invalid_argument("data type '" + data_type + "' has no scale mode '" + scale + "'");
   if (grouped ? (group <= 0 || group % 16 != 0) : group != 0)
     throw std::invalid_argument("group " + std::to_string(group) + " does not fit scale mode '" + scale +
-                                "': group and integer scales need a multiple of 16, others 0");
+                                "': group, integer and codebook scales need a multiple of 16, others 0");
+  if (s.scale == KTC_SCALE_CODEBOOK && group > 128)
+    throw std::invalid_argument("group " + std::to_string(group) +
+                                ": codebook groups have at most 128 columns");
   return s;
 }
 
@@ -139,6 +145,7 @@ int64_t pack_matrix(const PackSource& source, const Scheme& scheme, uint8_t* til
   std::vector<float> x(scheme.integer() ? k_pad : 0), row_scale(groups);
   std::vector<uint8_t> row_mult(groups);
   IntegerScaleQuantizer integer_scale;
+  CodebookQuantizer codebook;
 
   for (int64_t first = 0; first < source.n_pad; first += kBlockRows) {
     load_block(source, first, k_pad, bits.data());
@@ -171,6 +178,8 @@ int64_t pack_matrix(const PackSource& source, const Scheme& scheme, uint8_t* til
         quantize_int8(x.data(), k_pad, scheme.group, q_row, row_scale.data());
       else if (scheme.scale == KTC_SCALE_GROUP)
         quantize_int4_group(x.data(), k_pad, scheme.group, q_row, row_scale.data());
+      else if (scheme.scale == KTC_SCALE_CODEBOOK)
+        codebook(x.data(), k_pad, scheme.group, q_row, row_scale.data(), row_mult.data());
       else
         integer_scale(x.data(), k_pad, scheme.group, q_row, row_scale.data(), row_mult.data());
       // Grouped arrays are [block][group][32].
@@ -181,6 +190,11 @@ int64_t pack_matrix(const PackSource& source, const Scheme& scheme, uint8_t* til
       }
       if (scheme.scale == KTC_SCALE_INTEGER) {
         for (int64_t g = 0; g < groups; ++g) mult[first * groups + g * kBlockRows + r] = row_mult[g];
+      }
+      if (scheme.scale == KTC_SCALE_CODEBOOK) {  // [block][group][16], rows r and r + 16 in a byte
+        uint8_t* at = mult + first / 2 * groups + r % 16;
+        for (int64_t g = 0; g < groups; ++g)
+          at[g * 16] = r < 16 ? row_mult[g] : static_cast<uint8_t>(at[g * 16] | row_mult[g] << 4);
       }
     }
     const bool int4 = scheme.format == KTC_INT4;
@@ -225,6 +239,10 @@ void unpack_matrix(const uint8_t* tiles, const float* scale, const uint8_t* mult
         const int64_t g = scheme.group > 0 ? k / scheme.group : 0;
         const int64_t at = block * groups * kBlockRows + g * kBlockRows + in_block;
         if (scheme.scale == KTC_SCALE_INTEGER) q *= mult[at];
+        if (scheme.scale == KTC_SCALE_CODEBOOK) {
+          const int both = mult[(block * groups + g) * 16 + in_block % 16];
+          q = codebook_level(in_block < 16 ? both & 15 : both >> 4, q + 8);
+        }
         w = scale[scheme.scale == KTC_SCALE_GROUP ? at : n] * static_cast<float>(q);
       }
       out[n * k_pad + k] = w;

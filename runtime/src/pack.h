@@ -20,7 +20,8 @@ struct Scheme {
   ktc_scale scale = KTC_SCALE_NONE;
   int64_t group = 0;  // 0 = the whole row
 
-  // data_type "fp32" | "bf16" | "int8" | "int4"; scale "none" | "channel" | "group" | "integer".
+  // data_type "fp32" | "bf16" | "int8" | "int4"; scale "none" | "channel" | "group" | "integer" |
+  // "codebook".
   // Throws std::invalid_argument for a combination that the layout does not have.
   static Scheme from_names(const std::string& data_type, const std::string& scale, int64_t group);
 
@@ -32,6 +33,9 @@ struct Scheme {
   int64_t scale_count(int64_t n_pad, int64_t k_pad) const {
     return scale == KTC_SCALE_NONE ? 0 : scale == KTC_SCALE_GROUP ? n_pad * groups(k_pad) : n_pad;
   }
+  // Whether `mult` holds something, and how many bytes of it one group of a 32-row block has.
+  bool has_mult() const { return scale == KTC_SCALE_INTEGER || scale == KTC_SCALE_CODEBOOK; }
+  int64_t group_mult_bytes() const { return scale == KTC_SCALE_CODEBOOK ? 16 : 32; }
   // Groups of activation sums: only KTC_SCALE_GROUP needs more than one.
   int64_t act_groups(int64_t k_pad) const { return scale == KTC_SCALE_GROUP ? groups(k_pad) : 1; }
   bool integer() const { return format == KTC_INT8 || format == KTC_INT4; }

@@ -29,4 +29,17 @@ class IntegerScaleQuantizer {
   std::vector<uint8_t> mult_;
 };
 
+// One f32 scale per row and one selector (0..15) per group: w = scale * level(selector[g], q + 8) of
+// ktc/codebook.h, q in [-8, 7]. A row of zeros has scale 0, selectors 0 and q 0.
+class CodebookQuantizer {
+ public:
+  void operator()(const float* x, int64_t k_pad, int64_t group, int8_t* q, float* scale, uint8_t* selector);
+
+ private:
+  std::vector<int32_t> position_;
+  std::vector<uint8_t> chosen_;
+  std::vector<int8_t> level_;
+  std::vector<float> steps_;
+};
+
 }  // namespace ktc

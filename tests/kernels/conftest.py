@@ -22,6 +22,9 @@ SCHEMES = [
     QuantScheme("int4", "group", 16),
     QuantScheme("int4", "group", 32),
     QuantScheme("int4", "group", 128),
+    QuantScheme("int4", "codebook", 16),
+    QuantScheme("int4", "codebook", 32),
+    QuantScheme("int4", "codebook", 128),
 ]
 SPECIAL_K = 192
 """One specialised K, not a multiple of 128, so that the last group of 128 is partial."""
@@ -32,7 +35,7 @@ def _specs() -> KernelSpecs:
     for s in SCHEMES:
         for epilogue in ("store", "scatter_add", *GATED):
             specs.append(KernelSpec(s.data_type, s.scale, s.group, epilogue))  # type: ignore[arg-type]
-    for s in (SCHEMES[1], SCHEMES[2], SCHEMES[7], SCHEMES[10]):
+    for s in (SCHEMES[1], SCHEMES[2], SCHEMES[7], SCHEMES[10], SCHEMES[11]):
         specs.append(KernelSpec(s.data_type, s.scale, s.group, "store", SPECIAL_K))
     return KernelSpecs(tuple(specs))
 

@@ -14,7 +14,7 @@ from ktc.layout import ABI_VERSION, STEP_K, QuantScheme, round_up
 from tests.kernels.reference import Array, Weights, groups_of
 
 FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3}
-SCALES = {"none": 0, "channel": 1, "group": 2, "integer": 3}
+SCALES = {"none": 0, "channel": 1, "group": 2, "integer": 3, "codebook": 4}
 EPILOGUES = {"store": 0, "scatter_add": 1, "silu_mul": 2, "silu_clamp": 3, "swiglu_oai": 4}
 ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 0x1023, 18
 

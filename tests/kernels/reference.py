@@ -35,7 +35,8 @@ class Weights:
     Attributes:
         tiles, scale, mult: as a kernel takes them (scale and mult may be None).
         dense: float64 [n_pad, k_pad], what the bytes mean.
-        q: int64 [n_pad, k_pad], integer formats only.
+        q: int64 [n_pad, k_pad], integer formats only: what is stored.
+        product: int64 [n_pad, k_pad] under multipliers or the codebook: what a kernel multiplies with, else None.
     """
 
     scheme: QuantScheme
@@ -46,6 +47,7 @@ class Weights:
     mult: NDArray[np.uint8] | None
     dense: NDArray[np.float64]
     q: NDArray[np.int64] | None
+    product: NDArray[np.int64] | None = None
 
     @property
     def layout(self) -> MatrixLayout:
@@ -89,16 +91,35 @@ def random_weights(n: int, k: int, scheme: QuantScheme, rng: np.random.Generator
     span = scheme.group or k_pad
     of_column = np.arange(k_pad) // span  # group of each column
     scale = rng.uniform(0.5, 1.5, (n_pad, groups if scheme.scale == "group" else 1)).astype(np.float32) / 64
-    mult = None
+    mult, product = None, None
     dense = q.astype(np.float64)
     if scheme.scale == "integer":
         mult = rng.integers(0, 17, (n_pad, groups)).astype(np.uint8)
         mult[0] = 16
-        dense *= mult[:, of_column]
+        product = q * mult[:, of_column]
+        dense = product.astype(np.float64)
+    elif scheme.scale == "codebook":
+        selector = rng.integers(0, 16, (n_pad, groups))
+        selector[0] = 7  # level -126
+        product = codebook_level(selector[:, of_column], q + 8)
+        dense = product.astype(np.float64)
+        mult = selector.astype(np.uint8)
     dense *= scale[:, of_column] if scheme.scale == "group" else scale
     tiles = pack_tiles(q, scheme.data_type)
     assert tiles.nbytes == layout.tile_bytes
-    return Weights(scheme, n, k, tiles, _by_block(scale), None if mult is None else _by_block(mult), dense, q)
+    packed_mult = None if mult is None else _by_block(mult)
+    if packed_mult is not None and scheme.scale == "codebook":
+        halves = packed_mult.reshape(-1, 2, 16)
+        packed_mult = np.ascontiguousarray(halves[:, 0] | halves[:, 1] << 4).reshape(-1)
+    return Weights(scheme, n, k, tiles, _by_block(scale), packed_mult, dense, q, product)
+
+
+def codebook_level(selector: Array, code: Array) -> NDArray[np.int64]:
+    """The level of KTC_SCALE_CODEBOOK (abi.h, codebook.h) under selectors 0..15 of codes 0..15."""
+    book = np.array([-127, -90, -73, -58, -45, -32, -21, -10, 0, 11, 22, 34, 47, 62, 79, 98])
+    multiplier = np.array([20, 46, 64, 76, 88, 99, 112, 127])
+    level = (book[code] * multiplier[np.asarray(selector) & 7] + 64) >> 7
+    return np.where(np.asarray(selector) & 8, -level, level).astype(np.int64)
 
 
 def _by_block(per_group: Array) -> Array:
@@ -154,11 +175,7 @@ def gemm(x: Array, w: Weights, amax: Array | None = None) -> NDArray[np.float64]
             return values @ w.dense.T
     if w.scheme.scale == "group":
         return (values @ w.dense.T) * row_scale.astype(np.float64)[:, None]
-    weights = w.q
-    if w.mult is not None:
-        span = np.arange(layout.k_pad) // w.scheme.group
-        mult = w.mult.reshape(layout.blocks, -1, 32).transpose(0, 2, 1).reshape(layout.n_pad, -1)
-        weights = weights * mult[:, span]
+    weights = w.q if w.product is None else w.product
     acc = (values @ weights.T.astype(np.float64)).astype(np.float32)  # integers below 2^53: exact
     assert w.scale is not None
     return (acc * (row_scale[:, None] * w.scale[None, :])).astype(np.float64)

@@ -14,7 +14,7 @@ import pytest
 from ktc.layout import QuantScheme, round_up
 from tests.kernels.conftest import SCHEMES, SPECIAL_K
 from tests.kernels.native import KernelLibrary
-from tests.kernels.reference import Weights, gemm, random_weights
+from tests.kernels.reference import Weights, codebook_level, gemm, pack_tiles, random_weights
 
 ROWS = (0, 1, 2, 3, 15, 16, 17, 33, 100)
 SHAPES = ((32, 64), (40, 100), (96, 320))
@@ -22,7 +22,7 @@ each_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 
 
 def assert_close(out: np.ndarray, ref: np.ndarray, w: Weights, what: str) -> None:
-    if w.scheme.scale in ("channel", "integer"):
+    if w.scheme.scale in ("channel", "integer", "codebook"):
         assert np.array_equal(out, ref.astype(np.float32)), what
     else:
         scale = np.abs(ref).max(initial=1e-30)
@@ -124,18 +124,47 @@ def test_specialised_k(library: KernelLibrary) -> None:
     assert seen == (8 if library.lib.thread_init else 4)
 
 
+def test_every_codebook_level(library: KernelLibrary) -> None:
+    """All 16 selectors times 16 nibbles in both halves of a block, read off one column at a time."""
+    scheme = QuantScheme("int4", "codebook", 16)
+    w = random_weights(32, 256, scheme, np.random.default_rng(10))
+    assert w.q is not None and w.mult is not None and w.product is not None and w.scale is not None
+    w.scale[:] = 1 / 127
+    for kernel in library.find(scheme, "store"):
+        seen = set()
+        for turn in range(16):
+            w.q[:] = np.arange(16)[:, None].repeat(256, 1).repeat(2, 0).reshape(32, 256) - 8  # nibble by row pair
+            selector = (np.arange(32)[:, None] * 5 + np.arange(16)[None, :] + turn) % 16  # [row, group]
+            w.mult[:] = np.ascontiguousarray((selector[:16] | selector[16:] << 4).T).reshape(-1)
+            w.product = codebook_level(selector.repeat(16, 1), w.q + 8)
+            w.tiles = pack_tiles(w.q, "int4")
+            x = np.zeros((16, 256), np.float32)
+            x[np.arange(16), np.arange(16) * 16 + turn] = 1  # row m reads one column of group m
+            out = np.full((16, 32), np.nan, np.float32)
+            kernel.gemm(kernel.quantize(x, scheme), w, out)
+            assert np.array_equal(out, gemm(x, w).astype(np.float32)), kernel.name
+            seen |= {(int(s), int(c)) for s, c in zip(selector.T.reshape(-1), np.tile(w.q[:, 0] + 8, 16), strict=True)}
+        assert len(seen) == 256
+
+
 @each_scheme
 def test_s13_extreme_values(library: KernelLibrary, scheme: QuantScheme) -> None:
     # failure S13: -8 in int4 (-128 in int8) against activations of both signs, at full scale, without saturation.
     k = 256
     w = random_weights(32, k, scheme, np.random.default_rng(6))
-    if w.q is not None:
-        from tests.kernels.reference import pack_tiles
-
+    if scheme.scale == "codebook":
+        assert w.q is not None and w.mult is not None and w.scale is not None
+        w.q[:] = -8
+        w.mult[:] = 0x7F  # rows 0-15: level 126, rows 16-31: level -126
+        w.product = np.repeat([126, -126], 16)[:, None] * np.ones((1, k), np.int64)
+        w.dense = w.scale[:, None].astype(np.float64) * w.product
+        w.tiles = pack_tiles(w.q, scheme.data_type)
+    elif w.q is not None:
         w.dense = w.dense / np.where(w.q == 0, 1, w.q) * np.where(w.q == 0, 0, 1)
         w.q[:] = -128 if scheme.data_type == "int8" else -8
         if w.mult is not None:
             w.mult[:] = 16
+            w.product = 16 * w.q
             w.dense = np.broadcast_to(np.asarray(w.scale)[:, None] * 16.0, w.q.shape) * w.q
         elif scheme.scale == "group":
             per_group = np.asarray(w.scale).reshape(-1, 32).T

@@ -20,6 +20,7 @@ SCHEMES = [
     *(QuantScheme("int8", "group", g) for g in (32, 64, 128)),
     *(QuantScheme("int4", "group", g) for g in (16, 32, 64, 128)),
     *(QuantScheme("int4", "integer", g) for g in (16, 32, 64, 128)),
+    *(QuantScheme("int4", "codebook", g) for g in (16, 32, 64, 128)),
 ]
 SHAPES = [(1, 1), (17, 70), (32, 64), (65, 200), (96, 448)]
 
@@ -159,6 +160,9 @@ def test_rejects_schemes_that_do_not_exist() -> None:
         (("bf16", "group", 64), "no scale mode"),
         (("int4", "group", 24), "multiple of 16"),
         (("int4", "integer", 0), "multiple of 16"),
+        (("int4", "codebook", 0), "multiple of 16"),
+        (("int4", "codebook", 192), "at most 128"),
+        (("int8", "codebook", 16), "int8' has no scale mode 'codebook'"),
         (("int8", "channel", 64), "others 0"),
         (("int3", "group", 64), "unknown data type 'int3'"),
     ]:

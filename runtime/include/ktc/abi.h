@@ -25,8 +25,15 @@
  *   KTC_SCALE_GROUP     w = scale[n, g] * q                   scale f32 [N_pad/32][groups][32]
  *   KTC_SCALE_INTEGER   w = scale[n] * mult[n, g] * q (int4)  scale f32 [N_pad],
  *                       mult u8 [N_pad/32][groups][32], 0..16, so that mult * q is in [-128, 112]
- * groups = ceil(K_pad / group). With KTC_SCALE_CHANNEL / INTEGER the kernel accumulates int32 over
- * the whole of K and touches fp32 once per output.
+ *   KTC_SCALE_CODEBOOK  w = scale[n] * level(sel[n, g], nibble) (int4; group 16, 32, 64 or 128)
+ *                       scale f32 [N_pad], mult u8 [N_pad/32][groups][16]: byte c of group g in block b
+ *                       is sel[32b + c, g] | sel[32b + 16 + c, g] << 4. A selector is bits 0-2 = which
+ *                       multiplier, bit 3 = the negated codebook:
+ *                         level = +-((codebook[nibble] * multiplier[sel & 7] + 64) >> 7), in [-126, 126]
+ *                       with the constants of ktc/codebook.h. Tiles are as for int4; nibble 8 is level 0
+ *                       under every selector, so that padding stays 0x88.
+ * groups = ceil(K_pad / group). With KTC_SCALE_CHANNEL / INTEGER / CODEBOOK the kernel accumulates int32
+ * over the whole of K and touches fp32 once per output.
  *
  * Activations of the integer formats are quantised symmetrically per row to s8 in [-127, 127]
  * (scale = amax / 127, round to nearest even; an all-zero row has scale 0; a row with a NaN or an
@@ -50,7 +57,13 @@ extern "C" {
 #define KTC_QUERY_SYMBOL "ktc_kernel_query"
 
 enum ktc_format { KTC_FP32 = 0, KTC_BF16 = 1, KTC_INT8 = 2, KTC_INT4 = 3 };
-enum ktc_scale { KTC_SCALE_NONE = 0, KTC_SCALE_CHANNEL = 1, KTC_SCALE_GROUP = 2, KTC_SCALE_INTEGER = 3 };
+enum ktc_scale {
+  KTC_SCALE_NONE = 0,
+  KTC_SCALE_CHANNEL = 1,
+  KTC_SCALE_GROUP = 2,
+  KTC_SCALE_INTEGER = 3,
+  KTC_SCALE_CODEBOOK = 4
+};
 
 /* What happens to a 32-row result. GATED kinds combine gate (rows 0-15) and up (rows 16-31). */
 enum ktc_epilogue {

@@ -164,6 +164,52 @@ struct Avx2 {
   static KTC_INLINE B scale_nibbles(B nib, const Mult& m) {
     KTC_BOTH(B, _mm256_add_epi8(_mm256_mullo_epi16(nib.v[i], m.mult.v[i]), m.offset.v[i]));
   }
+  struct Select {
+    I even, odd; /* twice the multiplier in the even / odd bytes of a lane, 0 elsewhere */
+    I sign;      /* 1 or -1 in all bytes */
+  };
+  static KTC_INLINE void load_select(const uint8_t* p, Select* lo, Select* hi) {
+    constexpr const uint8_t (&m)[8] = kCodebookMult;
+    const __m256i twice = _mm256_broadcastsi128_si256(_mm_setr_epi8(
+        char(2 * m[0]), char(2 * m[1]), char(2 * m[2]), char(2 * m[3]), char(2 * m[4]), char(2 * m[5]),
+        char(2 * m[6]), char(2 * m[7]), char(2 * m[0]), char(2 * m[1]), char(2 * m[2]), char(2 * m[3]),
+        char(2 * m[4]), char(2 * m[5]), char(2 * m[6]), char(2 * m[7])));
+    const __m256i sign =
+        _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1));
+    const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3,  //
+                                            4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7);
+    const __m256i low = _mm256_set1_epi8(15), even = _mm256_set1_epi16(255);
+    for (int i = 0; i < 2; ++i) {
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + 8 * i));
+      const __m256i both = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(bytes), spread);
+      Select* const halves[2] = {lo, hi};
+      for (int h = 0; h < 2; ++h) {
+        const __m256i s = _mm256_and_si256(h ? _mm256_srli_epi16(both, 4) : both, low);
+        const __m256i t = _mm256_shuffle_epi8(twice, s);
+        halves[h]->even.v[i] = _mm256_and_si256(t, even);
+        halves[h]->odd.v[i] = _mm256_andnot_si256(even, t);
+        halves[h]->sign.v[i] = _mm256_shuffle_epi8(sign, s);
+      }
+    }
+  }
+  /* One half: nibbles -> level + 128. A product c * 2m + 128 + 2^15 has the byte in its upper half; negating
+   * a byte around 128 negates the level. */
+  static KTC_INLINE __m256i levels(__m256i nib, __m256i m_even, __m256i m_odd, __m256i sign) {
+    const __m256i c = _mm256_shuffle_epi8(
+        _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kCodebook))), nib);
+    const __m256i round = _mm256_set1_epi16(int16_t(0x8080)), upper = _mm256_set1_epi16(int16_t(0xff00));
+    const __m256i even = _mm256_srli_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(m_even, c), round), 8);
+    const __m256i odd = _mm256_and_si256(_mm256_add_epi16(_mm256_maddubs_epi16(m_odd, c), round), upper);
+    return _mm256_sign_epi8(_mm256_or_si256(even, odd), sign);
+  }
+  static KTC_INLINE void codebook(B a, const Select& lo, const Select& hi, B* w0, B* w1) {
+    B n0, n1;
+    nibbles(a, &n0, &n1);
+    for (int i = 0; i < 2; ++i) {
+      w0->v[i] = levels(n0.v[i], lo.even.v[i], lo.odd.v[i], lo.sign.v[i]);
+      w1->v[i] = levels(n1.v[i], hi.even.v[i], hi.odd.v[i], hi.sign.v[i]);
+    }
+  }
   static KTC_INLINE F bf16_even(B a) { KTC_BOTH(F, _mm256_castsi256_ps(_mm256_slli_epi32(a.v[i], 16))); }
   static KTC_INLINE F bf16_odd(B a) {
     KTC_BOTH(F, _mm256_castsi256_ps(_mm256_and_si256(a.v[i], _mm256_set1_epi32(int32_t(0xffff0000u)))));

@@ -94,6 +94,79 @@ struct Avx512 {
   static KTC_INLINE B scale_nibbles(B nib, const Mult& m) {
     return _mm512_add_epi8(_mm512_mullo_epi16(nib, m.mult), m.offset);
   }
+  /* Selectors of one half, each in all 4 bytes of its lane. */
+  static KTC_INLINE I spread_select(const uint8_t* p) {
+    const I spread = _mm512_set_epi32(0x0f0f0f0f, 0x0e0e0e0e, 0x0d0d0d0d, 0x0c0c0c0c, 0x0b0b0b0b, 0x0a0a0a0a,
+                                      0x09090909, 0x08080808, 0x07070707, 0x06060606, 0x05050505, 0x04040404,
+                                      0x03030303, 0x02020202, 0x01010101, 0x00000000);
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), spread);
+  }
+#ifdef __AVX512VBMI__
+  /* All levels of the eight positive selectors are 128 bytes: two byte permutations look them up. */
+  struct Select {
+    I row;                    /* (selector & 3) << 4: where its levels begin in a table of 64 */
+    __mmask64 second, negate; /* selector & 4: the second table; selector & 8 */
+  };
+  static KTC_INLINE void load_select(const uint8_t* p, Select* lo, Select* hi) {
+    const I s = spread_select(p), row = _mm512_set1_epi8(0x30);
+    *lo =
+        Select{_mm512_and_si512(_mm512_slli_epi16(s, 4), row), _mm512_test_epi8_mask(s, _mm512_set1_epi8(4)),
+               _mm512_test_epi8_mask(s, _mm512_set1_epi8(8))};
+    *hi = Select{_mm512_and_si512(s, row), _mm512_test_epi8_mask(s, _mm512_set1_epi8(64)),
+                 _mm512_movepi8_mask(s)};
+  }
+  /* Negating a byte around 128 negates the level. */
+  static KTC_INLINE B levels(B nib, const Select& s) {
+    static constexpr CodebookBytes kBytes = codebook_bytes();
+    const I t0 = _mm512_load_si512(kBytes.at[0]), t1 = _mm512_load_si512(kBytes.at[4]);
+    /* (nib & 15) | row */
+    const B at = _mm512_ternarylogic_epi32(nib, _mm512_set1_epi8(15), s.row, 0xea);
+    const B w = _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(at, t0), s.second, at, t1);
+    return _mm512_mask_sub_epi8(w, s.negate, _mm512_setzero_si512(), w);
+  }
+  static KTC_INLINE void codebook(B a, const Select& lo, const Select& hi, B* w0, B* w1) {
+    *w0 = levels(a, lo);
+    *w1 = levels(_mm512_srli_epi16(a, 4), hi);
+  }
+#else
+  struct Select {
+    I even, odd; /* twice the multiplier in the even / odd bytes of a lane, 0 elsewhere */
+    __mmask64 negate;
+  };
+  static KTC_INLINE void load_select(const uint8_t* p, Select* lo, Select* hi) {
+    alignas(16) static constexpr uint8_t kTwice[16] = {
+        2 * kCodebookMult[0], 2 * kCodebookMult[1], 2 * kCodebookMult[2], 2 * kCodebookMult[3],
+        2 * kCodebookMult[4], 2 * kCodebookMult[5], 2 * kCodebookMult[6], 2 * kCodebookMult[7],
+        2 * kCodebookMult[0], 2 * kCodebookMult[1], 2 * kCodebookMult[2], 2 * kCodebookMult[3],
+        2 * kCodebookMult[4], 2 * kCodebookMult[5], 2 * kCodebookMult[6], 2 * kCodebookMult[7]};
+    const I twice = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kTwice)));
+    const I s = spread_select(p), even = _mm512_set1_epi16(255);
+    B s0, s1;
+    nibbles(s, &s0, &s1);
+    const I t0 = _mm512_shuffle_epi8(twice, s0), t1 = _mm512_shuffle_epi8(twice, s1);
+    *lo = Select{_mm512_and_si512(t0, even), _mm512_andnot_si512(even, t0),
+                 _mm512_test_epi8_mask(s, _mm512_set1_epi8(8))};
+    *hi = Select{_mm512_and_si512(t1, even), _mm512_andnot_si512(even, t1), _mm512_movepi8_mask(s)};
+  }
+  /* A product c * 2m + 128 + 2^15 has the byte in its upper half; negating a byte around 128 negates the
+   * level. */
+  static KTC_INLINE B levels(B nib, const Select& s) {
+    const __m128i book = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kCodebook));
+    const I c = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(book), nib);
+    const I round = _mm512_set1_epi16(int16_t(0x8080)), upper = _mm512_set1_epi16(int16_t(0xff00));
+    const I even = _mm512_srli_epi16(_mm512_add_epi16(_mm512_maddubs_epi16(s.even, c), round), 8);
+    const I odd = _mm512_add_epi16(_mm512_maddubs_epi16(s.odd, c), round);
+    const B w = _mm512_ternarylogic_epi32(even, odd, upper, 0xf8); /* even | (odd & upper) */
+    return _mm512_mask_sub_epi8(w, s.negate, _mm512_setzero_si512(), w);
+  }
+  static KTC_INLINE void codebook(B a, const Select& lo, const Select& hi, B* w0, B* w1) {
+    B n0, n1;
+    nibbles(a, &n0, &n1);
+    *w0 = levels(n0, lo);
+    *w1 = levels(n1, hi);
+  }
+#endif
   static KTC_INLINE F bf16_even(B a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); }
   static KTC_INLINE F bf16_odd(B a) {
     return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(int32_t(0xffff0000u))));

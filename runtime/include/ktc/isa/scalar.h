@@ -140,6 +140,28 @@ struct Scalar {
     const W scaled = W(nib) * W(m.mult | m.mult << 16);
     return B(scaled) + B(m.offset);
   }
+  /* The 16 selectors of one half of a block: bits 0-3 (lo) or 4-7 (hi) of 16 bytes. */
+  struct Select {
+    uint8_t s[16];
+  };
+  static KTC_INLINE void load_select(const uint8_t* p, Select* lo, Select* hi) {
+    for (int c = 0; c < 16; ++c) {
+      lo->s[c] = p[c] & 15;
+      hi->s[c] = p[c] >> 4;
+    }
+  }
+  /* 128 packed nibbles -> the bytes of both halves: level + 128. */
+  static KTC_INLINE void codebook(B a, const Select& lo, const Select& hi, B* w0, B* w1) {
+    static constexpr CodebookBytes kBytes = codebook_bytes();
+    uint8_t in[64], out[2][64];
+    memcpy(in, &a, sizeof in);
+    for (int i = 0; i < 64; ++i) {
+      out[0][i] = kBytes.at[lo.s[i / 4]][in[i] & 15];
+      out[1][i] = kBytes.at[hi.s[i / 4]][in[i] >> 4];
+    }
+    *w0 = get<B>(out[0]);
+    *w1 = get<B>(out[1]);
+  }
   /* 32 bf16 in 16 lanes: the even and the odd ones as floats. */
   static KTC_INLINE F bf16_even(B a) { return F(U(a) << 16); }
   static KTC_INLINE F bf16_odd(B a) { return F(U(a) & 0xffff0000u); }

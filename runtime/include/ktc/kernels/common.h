@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "ktc/abi.h"
+#include "ktc/codebook.h"
 
 #define KTC_INLINE inline __attribute__((always_inline))
 #define KTC_NOINLINE __attribute__((noinline))
@@ -34,12 +35,15 @@ struct Spec {
   static constexpr int64_t kK = K_;
   static constexpr bool kInteger = Format_ == KTC_INT8 || Format_ == KTC_INT4;
   static constexpr bool kGroupScale = Scale_ == KTC_SCALE_GROUP;
-  static constexpr bool kMultiplier = Scale_ == KTC_SCALE_INTEGER;
+  static constexpr bool kCodebook = Scale_ == KTC_SCALE_CODEBOOK;
+  /* weight.mult is there: multipliers, or selectors of the codebook */
+  static constexpr bool kMultiplier = Scale_ == KTC_SCALE_INTEGER || kCodebook;
+  static constexpr int64_t kMultBytes = kCodebook ? 16 : 32; /* of one group of a block */
 
   static constexpr int64_t kStepK = Format_ == KTC_FP32 ? 16 : Format_ == KTC_BF16 ? 32 : 64;
   static constexpr int64_t kTilesPerStep = Format_ == KTC_INT4 ? 1 : 2;
-  /* A weight is stored as q + kOffset. Nibbles stay raw under fp32 group scales; a multiplier turns
-   * them into bytes around 128 first. */
+  /* A weight is stored as q + kOffset. Nibbles stay raw under fp32 group scales; a multiplier or the
+   * codebook turns them into bytes around 128 first. */
   static constexpr int32_t kOffset = Format_ == KTC_INT4 && kGroupScale ? 8 : 128;
   /* Columns that certainly share a group, at most one step: what one inner loop may cover. */
   static constexpr int64_t kRunK = Group_ == 0 || Group_ % 64 == 0 ? 64 : Group_ % 32 == 0 ? 32 : 16;

@@ -96,7 +96,7 @@ KTC_NOINLINE void gemm_int(const ktc_gemm_args& a, int epilogue) {
     if constexpr (S::kFormat == KTC_INT8) {
       int_sweep<S, V, R>(a, epilogue, ByteLines<S, V>{tiles}, k, a.m_begin, b);
     } else {
-      const uint8_t* mult = S::kMultiplier ? block_mult(a, b, S::groups(k)) : nullptr;
+      const uint8_t* mult = S::kMultiplier ? block_mult<S>(a, b, S::groups(k)) : nullptr;
       if (a.m_end - a.m_begin > R && k <= kMaxPanelK && a.scratch) {
         uint8_t* panel = static_cast<uint8_t*>(a.scratch);
         unpack_steps<S, V>(tiles, mult, 0, S::steps(k), panel);

@@ -170,7 +170,7 @@ class SideWork {
   }
   KTC_NOINLINE void unpack_piece(int64_t i) { unpack(ahead_, i, ahead_panel_); }
   KTC_INLINE void unpack(const Chunk& c, int64_t i, uint8_t* panel) {
-    const uint8_t* mult = S::kMultiplier ? block_mult(a_, c.b, groups_) : nullptr;
+    const uint8_t* mult = S::kMultiplier ? block_mult<S>(a_, c.b, groups_) : nullptr;
     unpack_steps<S, V>(block(c.b), mult, c.begin + i, c.begin + i + 1, panel + i * 2 * kTile);
   }
 

@@ -1,10 +1,13 @@
 /* int4 tiles -> byte tiles ("panel"): unpacked once, then every row of activations sweeps over it.
  *
  * A panel has the layout of int8 tiles: steps x 2 x 1 KB. With multipliers a byte is
- * nibble * mult + (128 - 8 * mult) = mult * q + 128; under fp32 group scales it is the raw nibble q + 8.
+ * nibble * mult + (128 - 8 * mult) = mult * q + 128, with the codebook level + 128; under fp32 group scales
+ * it is the raw nibble q + 8.
  */
 #ifndef KTC_KERNELS_UNPACK_H
 #define KTC_KERNELS_UNPACK_H
+
+#include <type_traits>
 
 #include "ktc/kernels/common.h"
 
@@ -29,11 +32,13 @@ struct ByteLines {
 template <class S, class V>
 struct NibbleLines {
   const uint8_t* tiles;
-  const uint8_t* mult; /* of this block: [groups][32] */
-  typename V::Mult m0, m1;
+  const uint8_t* mult; /* of this block: [groups][kMultBytes] */
+  std::conditional_t<S::kCodebook, typename V::Select, typename V::Mult> m0, m1;
   KTC_INLINE NibbleLines(const uint8_t* tiles_, const uint8_t* mult_) : tiles(tiles_), mult(mult_) {}
   KTC_INLINE void group(int64_t g) {
-    if constexpr (S::kMultiplier) {
+    if constexpr (S::kCodebook) {
+      V::load_select(mult + g * S::kMultBytes, &m0, &m1);
+    } else if constexpr (S::kMultiplier) {
       m0 = V::load_mult(mult + g * kBlockRows);
       m1 = V::load_mult(mult + g * kBlockRows + 16);
     }
@@ -41,17 +46,22 @@ struct NibbleLines {
   KTC_INLINE void line(int64_t l, typename V::B* w0, typename V::B* w1) const {
     const uint8_t* p = tiles + l * kRowBytes;
     V::prefetch(p + kPrefetch);
-    V::nibbles(V::bload(p), w0, w1);
-    if constexpr (S::kMultiplier) {
-      *w0 = V::scale_nibbles(*w0, m0);
-      *w1 = V::scale_nibbles(*w1, m1);
+    if constexpr (S::kCodebook) {
+      V::codebook(V::bload(p), m0, m1, w0, w1);
+    } else {
+      V::nibbles(V::bload(p), w0, w1);
+      if constexpr (S::kMultiplier) {
+        *w0 = V::scale_nibbles(*w0, m0);
+        *w1 = V::scale_nibbles(*w1, m1);
+      }
     }
   }
   static constexpr int64_t kPrefetch = 4 * kTile;
 };
 
+template <class S>
 KTC_INLINE const uint8_t* block_mult(const ktc_gemm_args& a, int64_t b, int64_t groups) {
-  return a.weight.mult + b * groups * kBlockRows;
+  return a.weight.mult + b * groups * S::kMultBytes;
 }
 
 /* Steps [s_begin, s_end) of one int4 block into a panel whose first step is s_begin. */

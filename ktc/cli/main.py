@@ -13,7 +13,6 @@ import errno
 import importlib
 import os
 import sys
-import traceback
 from typing import NoReturn
 
 import click
@@ -133,6 +132,8 @@ def _run(args: list[str]) -> int:
         where = f": {error.filename}" if error.filename else ""
         _say(f"{error.strerror}{where if len(where) <= 300 else where[:300] + '...'}")
         return 1
+    except ImportError as error:
+        return _cannot_import(error)
     except MemoryError:
         _debug_traceback()
         _say("out of memory", "KTC_DEBUG=1 shows where")
@@ -153,6 +154,20 @@ def _usage_error(error: click.ClickException) -> None:
     _say(error.format_message(), f"{command} --help")
 
 
+def _cannot_import(error: ImportError) -> int:
+    """An installation that lacks something is no bug; a wrong import within ktc is."""
+    package = (error.name or "").partition(".")[0]
+    if package == "ktc" and "_runtime" in str(error):
+        _debug_traceback()
+        _say(f"the native runtime cannot be loaded: {error}", "reinstall ktc (in a source checkout: make runtime)")
+        return 1
+    if isinstance(error, ModuleNotFoundError) and package not in ("", "ktc"):
+        _debug_traceback()
+        _say(f"the Python package {package} is not installed", f"pip install {package}")
+        return 1
+    return _bug(error)
+
+
 def _bug(error: Exception) -> int:
     text = " ".join(str(error).split()) or "no message"
     _debug_traceback()
@@ -165,6 +180,8 @@ def _bug(error: Exception) -> int:
 
 def _debug_traceback() -> None:
     if verbosity():
+        import traceback  # not at start-up: it costs a hundredth of a second
+
         traceback.print_exc()
 
 

@@ -94,7 +94,8 @@ class Sampler:
     def __init__(self, options: SamplingOptions) -> None:
         self.options = options
         self.seed = secrets.randbits(32) if options.seed is None else options.seed
-        self._random = np.random.Generator(np.random.PCG64(self.seed))
+        # numpy.random is slow to import, and greedy choices draw nothing
+        self._random: Any = None if options.greedy else np.random.Generator(np.random.PCG64(self.seed))
 
     def __call__(self, logits: NDArray[np.float32]) -> int:
         """Logits f32 [V] -> token id.

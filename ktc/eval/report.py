@@ -77,17 +77,17 @@ def plot(curves: Mapping[str, Mapping[Setting, Score]], path: Path) -> None:
 
     with_kl = all(score.kl for scores in curves.values() for score in scores.values())
     figure, axes = pyplot.subplots(1, 1 + with_kl, figsize=(5 * (1 + with_kl), 3.6), squeeze=False)
-    panels: list[tuple[Any, str, Any]] = [(axes[0][0], "perplexity", lambda s: s.perplexity)]
+    panels: list[tuple[Any, str, str, Any]] = [(axes[0][0], "perplexity", "linear", lambda s: s.perplexity)]
     if with_kl:
-        panels.append((axes[0][1], "KL from the reference, nats per token", lambda s: s.mean_kl))
-    for axis, title, value in panels:
+        panels.append((axes[0][1], "KL from the reference, nats per token", "log", lambda s: s.mean_kl))
+    for axis, title, scale, value in panels:
         for index, (name, scores) in enumerate(curves.items()):
             for kind, style in (("deferred", "o-"), ("skipped", "s--")):
                 points = _curve(scores, kind, value)
                 axis.plot(*zip(*points, strict=True), style, color=f"C{index}", label=f"{name}, {kind}")
-        axis.set_xlabel("experts a token, of each layer")
+        axis.set_xlabel("experts a token deferred or skipped in each MoE layer")
         axis.set_ylabel(title)
-        axis.set_yscale("log")
+        axis.set_yscale(scale)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(True, which="both", alpha=0.3)
     axes[0][0].legend()

@@ -39,63 +39,77 @@ KTC_INLINE void add_columns(float* p, typename V::F y, int64_t columns) {
   }
 }
 
-/* y0, y1: rows 32b..32b+15 and 32b+16..32b+31 of the product for activation row m, scaled, no bias. */
-template <class V>
-KTC_INLINE void emit(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, typename V::F y0,
-                     typename V::F y1) {
+/* y0, y1: rows 32b..32b+15 and 32b+16..32b+31 of the product for activation rows m..m+N, scaled, no bias. */
+template <class V, int N>
+KTC_INLINE void emit(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, Vectors<V, N>& y0,
+                     Vectors<V, N>& y1) {
+  using F = typename V::F;
   if (a.weight.bias) {
-    y0 = V::add(y0, V::load(a.weight.bias + b * kBlockRows));
-    y1 = V::add(y1, V::load(a.weight.bias + b * kBlockRows + 16));
+    const F b0 = V::load(a.weight.bias + b * kBlockRows), b1 = V::load(a.weight.bias + b * kBlockRows + 16);
+    KTC_EACH(N, y0.v[i] = V::add(y0.v[i], b0));
+    KTC_EACH(N, y1.v[i] = V::add(y1.v[i], b1));
   }
   if (is_gated(epilogue)) {
     const int64_t n = 16 * b, columns = a.n_out - n;
     if (columns <= 0) return;
-    const typename V::F h = combine<V>(epilogue, y0, y1, a.act_alpha, a.act_limit);
-    store_columns<V>(a.out + m * a.ld_out + n, h, columns);
-    if (a.row_amax) {
-      typename V::I size = V::iand(V::bits(h), V::iset1(0x7fffffff));
+    float* out = a.out + m * a.ld_out + n;
+    combine<V, N>(epilogue, y0, y1, a.act_alpha, a.act_limit);
+    KTC_EACH(N, store_columns<V>(out + i * a.ld_out, y0.v[i], columns));
+    if (!a.row_amax) return;
+    for (int i = 0; i < N; ++i) {
+      typename V::I size = V::iand(V::bits(y0.v[i]), V::iset1(0x7fffffff));
       if (columns < 16) {
-        const typename V::F seen = V::load_n(a.out + m * a.ld_out + n, int(columns));
+        const F seen = V::load_n(out + i * a.ld_out, int(columns));
         size = V::iand(V::bits(seen), V::iset1(0x7fffffff));
       }
       /* Mostly the maximum is there already: one compare, no reduction. */
-      const int32_t known =
-          __atomic_load_n(reinterpret_cast<const int32_t*>(a.row_amax + m), __ATOMIC_RELAXED);
-      if (V::iany_above(size, known)) raise_amax(a.row_amax + m, V::imax_lane(size));
+      float* amax = a.row_amax + m + i;
+      const int32_t known = __atomic_load_n(reinterpret_cast<const int32_t*>(amax), __ATOMIC_RELAXED);
+      if (V::iany_above(size, known)) raise_amax(amax, V::imax_lane(size));
     }
     return;
   }
   const int64_t n = kBlockRows * b, columns = a.n_out - n;
   if (epilogue == KTC_SCATTER_ADD) {
-    float* out = a.out + a.row_index[m] * a.ld_out + n;
-    const typename V::F w = V::set1(a.row_weight[m]);
-    add_columns<V>(out, V::mul(w, y0), columns);
-    add_columns<V>(out + 16, V::mul(w, y1), columns - 16);
+    for (int i = 0; i < N; ++i) { /* in order: rows may share an output row */
+      float* out = a.out + a.row_index[m + i] * a.ld_out + n;
+      const F w = V::set1(a.row_weight[m + i]);
+      add_columns<V>(out, V::mul(w, y0.v[i]), columns);
+      add_columns<V>(out + 16, V::mul(w, y1.v[i]), columns - 16);
+    }
   } else {
     float* out = a.out + m * a.ld_out + n;
-    store_columns<V>(out, y0, columns);
-    store_columns<V>(out + 16, y1, columns - 16);
+    KTC_EACH(N, store_columns<V>(out + i * a.ld_out, y0.v[i], columns));
+    KTC_EACH(N, store_columns<V>(out + i * a.ld_out + 16, y1.v[i], columns - 16));
   }
 }
 
 /* Integer accumulators over the whole of K (channel scales, multipliers). */
-template <class S, class V>
-KTC_INLINE void emit_int(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, typename V::I acc0,
-                         typename V::I acc1) {
-  const typename V::I comp = V::iset1(S::kOffset * a.act.sums[m]);
-  const typename V::F row = V::set1(a.act.scale[m]);
-  const float* scale = a.weight.scale + b * kBlockRows;
-  const typename V::F y0 = V::mul(V::to_float(V::isub(acc0, comp)), V::mul(row, V::load(scale)));
-  const typename V::F y1 = V::mul(V::to_float(V::isub(acc1, comp)), V::mul(row, V::load(scale + 16)));
-  emit<V>(a, epilogue, m, b, y0, y1);
+template <class S, class V, int N>
+KTC_INLINE void emit_int(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b,
+                         const typename V::I (&acc0)[N], const typename V::I (&acc1)[N]) {
+  using F = typename V::F;
+  const F s0 = V::load(a.weight.scale + b * kBlockRows), s1 = V::load(a.weight.scale + b * kBlockRows + 16);
+  typename V::I comp[N];
+  F row[N];
+  Vectors<V, N> y0, y1;
+  KTC_EACH(N, comp[i] = V::iset1(S::kOffset * a.act.sums[m + i]));
+  KTC_EACH(N, row[i] = V::set1(a.act.scale[m + i]));
+  KTC_EACH(N, y0.v[i] = V::mul(V::to_float(V::isub(acc0[i], comp[i])), V::mul(row[i], s0)));
+  KTC_EACH(N, y1.v[i] = V::mul(V::to_float(V::isub(acc1[i], comp[i])), V::mul(row[i], s1)));
+  emit<V, N>(a, epilogue, m, b, y0, y1);
 }
 
 /* Sums over groups that carry the weight scales already. */
-template <class S, class V>
-KTC_INLINE void emit_grouped(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, typename V::F sum0,
-                             typename V::F sum1) {
-  const typename V::F row = V::set1(a.act.scale[m]);
-  emit<V>(a, epilogue, m, b, V::mul(sum0, row), V::mul(sum1, row));
+template <class S, class V, int N>
+KTC_INLINE void emit_grouped(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, Vectors<V, N>& sum0,
+                             Vectors<V, N>& sum1) {
+  for (int i = 0; i < N; ++i) {
+    const typename V::F row = V::set1(a.act.scale[m + i]);
+    sum0.v[i] = V::mul(sum0.v[i], row);
+    sum1.v[i] = V::mul(sum1.v[i], row);
+  }
+  emit<V, N>(a, epilogue, m, b, sum0, sum1);
 }
 
 /* One group: sum + (acc - offset * sum of x) * scale[b][g]. */
@@ -112,15 +126,16 @@ KTC_INLINE typename V::F add_group(const ktc_gemm_args& a, int64_t m, int64_t b,
 template <class S, class V>
 KTC_NOINLINE void finish_int(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, typename V::I acc0,
                              typename V::I acc1) {
-  emit_int<S, V>(a, epilogue, m, b, acc0, acc1);
+  emit_int<S, V, 1>(a, epilogue, m, b, {acc0}, {acc1});
 }
 template <class S, class V>
 KTC_NOINLINE void finish_float(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, typename V::F y0,
                                typename V::F y1) {
+  Vectors<V, 1> v0{{y0}}, v1{{y1}};
   if constexpr (S::kGroupScale) {
-    emit_grouped<S, V>(a, epilogue, m, b, y0, y1);
+    emit_grouped<S, V, 1>(a, epilogue, m, b, v0, v1);
   } else {
-    emit<V>(a, epilogue, m, b, y0, y1);
+    emit<V, 1>(a, epilogue, m, b, v0, v1);
   }
 }
 

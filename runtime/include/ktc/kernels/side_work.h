@@ -64,7 +64,7 @@ class SideWork {
     return Pace{steps, min64(ready_ - done_, rows_per_pair_), ahead_end_ - ahead_done_, out_rows, 0, 0, 0, 0};
   }
   KTC_INLINE void some(Pace& p, int64_t m, int64_t b) {
-    for (p.row_credit += p.rows; p.row_credit >= p.steps; p.row_credit -= p.steps) finish_row();
+    for (p.row_credit += p.rows; p.row_credit >= 4 * p.steps; p.row_credit -= 4 * p.steps) finish_some();
     for (p.piece_credit += p.pieces; p.piece_credit >= p.steps; p.piece_credit -= p.steps) ahead_piece();
     for (p.line_credit += p.lines; p.line_credit >= p.steps; p.line_credit -= p.steps)
       ready_row(m + p.line++, b);
@@ -87,12 +87,12 @@ class SideWork {
   }
   KTC_INLINE void rows_ready(int64_t rows) { ready_ += rows; }
   KTC_INLINE void finish_rows() {
-    while (done_ < ready_) finish_row();
+    while (done_ < ready_) finish_some();
   }
   /* The pair of row m is about to overwrite its sums with those of block b. */
   KTC_INLINE void free_sums(int64_t b, int64_t m) {
     const int64_t end = (b - 1 - a_.block_begin) * rows_ + min64(m - m0_ + TileShape<S>::kPairRows, rows_);
-    while (done_ < end) finish_row();
+    while (done_ < end) finish_some();
   }
 
   /* sums[row] (+)= what one group contributes. */
@@ -129,26 +129,38 @@ class SideWork {
   }
 
  private:
-  KTC_NOINLINE void finish_row() {
+  /* The next rows of the queue: four where a tile holds so many more, else one. */
+  KTC_NOINLINE void finish_some() {
+    if (ready_ - done_ >= 4 && next_row_ % 4 == 0 && rows_ - next_row_ >= 4) {
+      finish<4>();
+    } else {
+      finish<1>();
+    }
+  }
+  template <int N>
+  KTC_INLINE void finish() {
     const int64_t row = next_row_, b = next_block_, m = m0_ + row;
     const uint8_t* c = sums_ + (row / kTileRows) * 2 * kTile + (row % kTileRows) * kRowBytes;
-    ++done_;
-    next_row_ = row + 1;
+    done_ += N;
+    next_row_ = row + N;
     if (next_row_ == rows_) {
       next_row_ = 0;
       next_block_ = b + 1;
     }
     if constexpr (S::kGroupScale || !S::kInteger) {
-      const F y0 = V::load(reinterpret_cast<const float*>(c));
-      const F y1 = V::load(reinterpret_cast<const float*>(c + kTile));
+      Vectors<V, N> y0, y1;
+      KTC_EACH(N, y0.v[i] = V::load(reinterpret_cast<const float*>(c + i * kRowBytes)));
+      KTC_EACH(N, y1.v[i] = V::load(reinterpret_cast<const float*>(c + i * kRowBytes + kTile)));
       if constexpr (S::kInteger) {
-        emit_grouped<S, V>(a_, epilogue_, m, b, y0, y1);
+        emit_grouped<S, V, N>(a_, epilogue_, m, b, y0, y1);
       } else {
-        emit<V>(a_, epilogue_, m, b, y0, y1);
+        emit<V, N>(a_, epilogue_, m, b, y0, y1);
       }
     } else {
-      emit_int<S, V>(a_, epilogue_, m, b, V::iload(reinterpret_cast<const int32_t*>(c)),
-                     V::iload(reinterpret_cast<const int32_t*>(c + kTile)));
+      I acc0[N], acc1[N];
+      KTC_EACH(N, acc0[i] = V::iload(reinterpret_cast<const int32_t*>(c + i * kRowBytes)));
+      KTC_EACH(N, acc1[i] = V::iload(reinterpret_cast<const int32_t*>(c + i * kRowBytes + kTile)));
+      emit_int<S, V, N>(a_, epilogue_, m, b, acc0, acc1);
     }
   }
 

@@ -48,6 +48,9 @@ class Arena {
     return (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
   }
   int64_t capacity() const { return mapping_.size(); }
+  // Space taken after `mark` may be taken again after `rewind`: for buffers of which a call uses one set.
+  int64_t mark() const { return used_; }
+  void rewind(int64_t mark) { used_ = mark; }
 
  private:
   Mapping mapping_;

@@ -70,6 +70,15 @@ Moe::Moe(std::shared_ptr<KernelLib> lib, std::shared_ptr<Pool> pool, MoeOptions 
     down_.emplace_back(*lib_, o_.scheme, KTC_SCATTER_ADD, node.width(), o_.force, o_.min_rows);
     kernel_scratch_ = std::max(kernel_scratch_, down_.back().scratch_bytes());
   }
+  // With more nodes the rows' scales would have to wait for all of them.
+  if (o_.nodes.size() == 1) {
+    try {
+      down_store_.emplace_back(*lib_, o_.scheme, KTC_STORE, o_.nodes[0].width(), o_.force, o_.min_rows);
+      kernel_scratch_ = std::max(kernel_scratch_, down_store_[0].scratch_bytes());
+      kernel_scratch_ += MoeCall::expert_scratch(*this);
+    } catch (const std::invalid_argument&) {  // a library without these kernels
+    }
+  }
   chunk_tokens_ = kMaxChunkTokens;
   while (chunk_tokens_ > 16 && MoeCall::scratch_bytes(*this, chunk_tokens_, false) > kScratchBudget)
     chunk_tokens_ /= 2;

@@ -75,6 +75,7 @@ class Moe {
   std::unique_ptr<MoeCall> take_call();
   std::unique_ptr<MoeCall> finish(int64_t ticket, bool help);
   void give_back(std::unique_ptr<MoeCall> call);
+  bool can_go_by_experts() const { return !down_store_.empty(); }
   void check_ids(int64_t tokens, const int64_t* ids, int64_t k) const;
 
   const std::shared_ptr<KernelLib> lib_;
@@ -82,8 +83,9 @@ class Moe {
   const MoeOptions o_;
   int64_t h_pad_ = 0;
   int64_t chunk_tokens_ = 0;
-  std::vector<KernelChoice> gate_up_;  // one choice, shared by the nodes
-  std::vector<KernelChoice> down_;     // [node]: k differs
+  std::vector<KernelChoice> gate_up_;     // one choice, shared by the nodes
+  std::vector<KernelChoice> down_;        // [node]: k differs
+  std::vector<KernelChoice> down_store_;  // the same without the sum; empty where calls go by columns only
   int64_t kernel_scratch_ = 0;
 
   std::mutex mutex_;  // calls_, idle_, next_ticket_

@@ -8,16 +8,19 @@
 namespace ktc {
 namespace {
 
-enum Phase { kPlan, kQuantizeX, kGateUp, kQuantizeH, kDown, kCombine, kPhases };
+enum Phase { kPlan, kQuantizeX, kGateUp, kQuantizeH, kDown, kCombine, kExperts, kSum, kPhases };
 
 // Stands in for an Arena to find out how much `take` will ask for.
 struct Measure {
-  int64_t bytes = 0;
+  int64_t bytes = 0, most = 0;
   template <typename T>
   T* take(int64_t count) {
     bytes += Arena::bytes_for<T>(count);
+    most = std::max(most, bytes);
     return nullptr;
   }
+  int64_t mark() const { return bytes; }
+  void rewind(int64_t mark) { bytes = mark; }
 };
 
 }  // namespace
@@ -53,6 +56,14 @@ void MoeCall::take(Space& space, int64_t total, bool staged) {
   row_index = space.template take<int64_t>(rows);
   row_weight = space.template take<float>(rows);
   row_amax = o.scheme.integer() ? space.template take<float>(rows) : nullptr;
+  const int64_t mark = space.mark();
+  if (m.can_go_by_experts()) {
+    units = space.template take<Unit>(max_active + slots / kMinUnitRows + 1);
+    token_rows = space.template take<int64_t>(slots);
+    token_act = take_act(space, round_up(chunk, 16), m.h_pad_);
+    y = space.template take<float>(rows * o.hidden);
+    space.rewind(mark);  // of one chunk, only one way's buffers are in use
+  }
   x_act = take_act(space, rows, m.h_pad_);
   for (size_t n = 0; n < o.nodes.size(); ++n) {
     const int64_t width = o.nodes[n].width();
@@ -68,7 +79,7 @@ int64_t MoeCall::scratch_bytes(const Moe& moe, int64_t tokens, bool staged) {
   call.top_k = moe.o_.top_k;
   Measure measure;
   call.take(measure, tokens, staged);
-  return measure.bytes;
+  return measure.most;
 }
 
 void MoeCall::lay_out(int64_t total, int64_t k, bool staged) {
@@ -77,13 +88,13 @@ void MoeCall::lay_out(int64_t total, int64_t k, bool staged) {
   Measure measure;
   take(measure, total, staged);
   job->reset(m.lib_->raw(), m.o_.schedule, m.kernel_scratch_);
-  job->arena.reserve(measure.bytes);
+  job->arena.reserve(measure.most);
   take(job->arena, total, staged);
 }
 
 void MoeCall::add_phases() {
-  constexpr TaskFunction functions[kPhases] = {&plan_task,       &quantize_x_task, &gate_up_task,
-                                               &quantize_h_task, &down_task,       &combine_task};
+  constexpr TaskFunction functions[kPhases] = {&plan_task, &quantize_x_task, &gate_up_task, &quantize_h_task,
+                                               &down_task, &combine_task,    &expert_task,  &sum_task};
   begin = count = 0;
   first_phase = -kPhases;
   for (int64_t done = 0; done < tokens; done += m.chunk_tokens_) {
@@ -138,6 +149,7 @@ void MoeCall::cut_tasks() {
   const int node_count = static_cast<int>(nodes.size());
   const int64_t threads = m.pool_->threads();
   const int64_t slots = count * top_k;
+  by_experts = cut_experts();
 
   const bool serial_x = slots * o.hidden <= kSerialElements;
   pieces_x = serial_x ? 1 : std::min(count, threads * 4);
@@ -157,6 +169,7 @@ void MoeCall::cut_tasks() {
       return share_begin(total, n + 1, node_count) - share_begin(total, n, node_count);
     };
     job->set_tasks(first_phase + kQuantizeX, n, share(pieces_x));
+    if (by_experts) continue;
     job->set_tasks(first_phase + kQuantizeH, n, pieces_h);
     job->set_tasks(first_phase + kCombine, n, share(pieces_out));
     cut_gate_up(n);
@@ -191,6 +204,39 @@ void MoeCall::cut_gate_up(int n) {
       nodes[n].panels[tasks++] = Panel{a, piece_begin(blocks, pieces, p), piece_begin(blocks, pieces, p + 1)};
   }
   job->set_tasks(first_phase + kGateUp, n, tasks);
+}
+
+// Decides whether enough experts are active to give each thread whole ones, and cuts them into units: the
+// largest first, so that the last ones even out the load.
+bool MoeCall::cut_experts() {
+  unit_count = 0;
+  if (!m.can_go_by_experts()) return false;
+  const int64_t threads = m.pool_->threads();
+  const int64_t slots = count * top_k;
+  const int64_t at_most =
+      std::clamp(round_up(ceil_div(slots, threads * kUnitsPerThread), 32), kMinUnitRows, kMaxUnitRows);
+  for (int64_t a = 0; a < active_count; ++a) {
+    const int64_t n = active[a].count;
+    const int64_t pieces = n > at_most + at_most / 4 ? ceil_div(n, at_most) : 1;
+    for (int64_t p = 0; p < pieces; ++p) {
+      const int64_t tiles = ceil_div(n, 16);
+      const int64_t first = 16 * piece_begin(tiles, pieces, p);
+      const int64_t end = std::min(n, 16 * piece_begin(tiles, pieces, p + 1));
+      units[unit_count++] = Unit{a, active[a].row + first, end - first};
+    }
+  }
+  if (unit_count < threads * kUnitsPerThread) return false;
+  std::stable_sort(units, units + unit_count, [](const Unit& a, const Unit& b) { return a.count > b.count; });
+
+  std::copy(dst_row, dst_row + slots, token_rows);
+  for (int64_t t = 0; t < count; ++t) std::sort(token_rows + t * top_k, token_rows + (t + 1) * top_k);
+
+  const bool serial_sum = slots * m.o_.hidden <= kSerialElements;
+  pieces_sum = serial_sum ? 1 : std::min(count, threads * kTasksPerThread);
+  job->set_serial(first_phase + kSum, serial_sum);
+  job->set_tasks(first_phase + kExperts, 0, unit_count);
+  job->set_tasks(first_phase + kSum, 0, pieces_sum);
+  return true;
 }
 
 }  // namespace ktc

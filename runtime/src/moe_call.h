@@ -1,7 +1,11 @@
 // One call of a Moe on its way through the pool: its scratch and its phases.
 //
-// Phases of a chunk of tokens: plan (serial: sort by expert, cut tasks), quantise x, gate + up +
-// activation, quantise h, down + weighted sum, add the nodes' parts. Chunks reuse the same scratch.
+// A chunk of tokens is worked off in one of two ways, which give the same bits:
+//   by columns: quantise x, gate + up + activation, quantise h, down + weighted sum, add the nodes' parts.
+//     A task owns columns. For few rows, where one expert must be shared by all threads.
+//   by experts: quantise x, experts, weighted sum. A task takes rows of one expert through all of it, its
+//     intermediate results in L2. For as many experts as keep all threads busy (moe_experts.cpp).
+// Both begin with a serial phase: sort by expert, cut tasks. Chunks reuse the same scratch.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +24,10 @@ struct MoeCall {
   // gate + up task: blocks [begin, end) of one expert.
   struct Panel {
     int64_t active, begin, end;
+  };
+  // By experts: rows [row, row + count) of one active expert.
+  struct Unit {
+    int64_t active, row, count;
   };
   struct Node {
     float* h;        // [rows, width]
@@ -44,6 +52,10 @@ struct MoeCall {
   static void quantize_h_task(void* context, const Task& task);
   static void down_task(void* context, const Task& task);
   static void combine_task(void* context, const Task& task);
+  static void expert_task(void* context, const Task& task);
+  static void sum_task(void* context, const Task& task);
+  // Thread-local bytes of an expert task, beside the kernels' own.
+  static int64_t expert_scratch(const Moe& moe);
 
   const Moe& m;
   Job* job = nullptr;
@@ -74,6 +86,13 @@ struct MoeCall {
   float* row_amax = nullptr;       // [rows], integer formats
   ktc_act x_act{};
   std::vector<Node> nodes;
+  // By experts.
+  bool by_experts = false;
+  Unit* units = nullptr;
+  int64_t unit_count = 0, pieces_sum = 0;
+  ktc_act token_act{};            // of x, a row per token
+  int64_t* token_rows = nullptr;  // [chunk, top_k] dst_row of each token, ascending
+  float* y = nullptr;             // [rows, hidden] results of the experts
 
  private:
   template <typename Space>
@@ -83,6 +102,7 @@ struct MoeCall {
   void sort_by_expert();
   void cut_tasks();
   void cut_gate_up(int node);
+  bool cut_experts();
 };
 
 }  // namespace ktc

@@ -20,9 +20,9 @@ void MoeCall::quantize_x_task(void* context, const Task& task) {
   args.m_end = piece_begin(call.count, call.pieces_x, piece + 1);
   args.x = call.x + call.begin * call.ld_x;
   args.ld_x = call.ld_x;
-  args.dst_row = call.dst_row;
-  args.copies = call.top_k;
-  args.act = call.x_act;
+  args.dst_row = call.by_experts ? nullptr : call.dst_row;
+  args.copies = call.by_experts ? 1 : call.top_k;
+  args.act = call.by_experts ? call.token_act : call.x_act;
   check_kernel(call.m.gate_up_[0].quantize()(&args), "quantize");
 }
 

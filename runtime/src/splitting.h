@@ -17,6 +17,11 @@ constexpr int64_t kSerialElements = 32 << 10;
 // Rows after which multiplying a weight block costs as much again as reading it.
 constexpr int64_t kRowsPerRead = 64;
 
+// By experts (moe_call.h): units that each thread must get before experts are given out whole, and rows of
+// one unit: fewer would read its weights too often, more would not leave them room in L2.
+constexpr int64_t kUnitsPerThread = 4;
+constexpr int64_t kMinUnitRows = 64, kMaxUnitRows = 256;
+
 // Cost of one 32-row weight block for `rows` rows of activations, in bytes read.
 constexpr int64_t block_cost(int64_t block_bytes, int64_t rows) {
   return block_bytes + block_bytes * rows / kRowsPerRead;

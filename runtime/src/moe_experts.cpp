@@ -1,0 +1,138 @@
+// The tasks of a MoE call that goes by experts: one takes some rows of one expert through both GEMMs, another
+// adds up what the experts of a token gave. Who does which rows is decided in moe_call.cpp.
+//
+// Quantised rows are gathered from the tokens' own; h and its quantised form never leave the thread.
+#include <algorithm>
+#include <cstring>
+
+#include "moe_call.h"
+#include "splitting.h"
+
+namespace ktc {
+namespace {
+
+// Hands out 64-byte aligned parts of a task's scratch; from a null pointer, just counts.
+class Parts {
+ public:
+  explicit Parts(void* base) : base_(static_cast<uint8_t*>(base)) {}
+  template <typename T>
+  T* take(int64_t count) {
+    T* p = reinterpret_cast<T*>(base_ + used_);
+    used_ += Arena::bytes_for<T>(count);
+    return p;
+  }
+  ktc_act take_act(const Scheme& scheme, int64_t rows, int64_t k) {
+    ktc_act act{};
+    act.tiles = take<uint8_t>(rows / 16 * scheme.steps(k) * 1024);
+    if (scheme.integer()) {
+      act.scale = take<float>(rows);
+      act.sums = take<int32_t>(rows * scheme.act_groups(k));
+    }
+    return act;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  uint8_t* base_;
+  int64_t used_ = 0;
+};
+
+struct ExpertScratch {
+  ktc_act x, h_act;
+  float* h;
+  void* kernel;
+  ExpertScratch(Parts& parts, const Scheme& scheme, int64_t rows, int64_t k, int64_t width) {
+    x = parts.take_act(scheme, rows, k);
+    h = parts.take<float>(rows * width);
+    h_act = parts.take_act(scheme, rows, width);
+    kernel = parts.take<uint8_t>(0);
+  }
+};
+
+// Rows of `unit` from the tokens' activations.
+void gather(const MoeCall& call, const MoeCall::Unit& unit, const Scheme& scheme, int64_t k, ktc_act& to) {
+  const ktc_act& from = call.token_act;
+  const int64_t steps = scheme.steps(k), groups = scheme.act_groups(k);
+  for (int64_t r = 0; r < unit.count; ++r) {
+    const int64_t t = call.row_index[unit.row + r];
+    const uint8_t* source = from.tiles + t / 16 * steps * 1024 + t % 16 * 64;
+    uint8_t* target = to.tiles + r / 16 * steps * 1024 + r % 16 * 64;
+    for (int64_t s = 0; s < steps; ++s) std::memcpy(target + s * 1024, source + s * 1024, 64);
+    if (!scheme.integer()) continue;
+    to.scale[r] = from.scale[t];
+    std::copy(from.sums + t * groups, from.sums + (t + 1) * groups, to.sums + r * groups);
+  }
+}
+
+}  // namespace
+
+int64_t MoeCall::expert_scratch(const Moe& moe) {
+  Parts parts(nullptr);
+  ExpertScratch(parts, moe.o_.scheme, kMaxUnitRows + kMaxUnitRows / 4, moe.h_pad_, moe.o_.nodes[0].width());
+  return parts.used();
+}
+
+void MoeCall::expert_task(void* context, const Task& task) {
+  const MoeCall& call = *static_cast<const MoeCall*>(context);
+  const MoeOptions& o = call.m.o_;
+  const Unit& unit = call.units[task.index];
+  const Active& a = call.active[unit.active];
+  const int64_t width = o.nodes[0].width();
+  Parts parts(task.scratch);
+  ExpertScratch local(parts, o.scheme, kMaxUnitRows + kMaxUnitRows / 4, call.m.h_pad_, width);
+  gather(call, unit, o.scheme, call.m.h_pad_, local.x);
+
+  ktc_gemm_args args{};
+  args.struct_size = sizeof args;
+  args.k = call.m.h_pad_;
+  args.m_end = unit.count;
+  args.block_end = width / 16;
+  args.n_out = width;
+  args.act = local.x;
+  args.weight = o.nodes[0].gate_up[a.expert];
+  args.out = local.h;
+  args.ld_out = width;
+  args.act_alpha = o.alpha;
+  args.act_limit = o.limit;
+  args.scratch = local.kernel;
+  // The expert's own number of rows chooses, not the unit's: bits must not depend on the threads.
+  const ktc_gemm_kernel& gate_up = call.m.gate_up_[0].pick(a.count);
+  check_kernel(gate_up.gemm(&args), gate_up.name);
+
+  ktc_quant_args quant{};
+  quant.struct_size = sizeof quant;
+  quant.k_valid = quant.k = quant.ld_x = width;
+  quant.m_end = unit.count;
+  quant.x = local.h;
+  quant.copies = 1;
+  quant.act = local.h_act;
+  check_kernel(call.m.down_store_[0].quantize()(&quant), "quantize");
+
+  args.k = width;
+  args.block_end = ceil_div(o.hidden, 32);
+  args.n_out = args.ld_out = o.hidden;
+  args.act = local.h_act;
+  args.weight = o.nodes[0].down[a.expert];
+  args.out = call.y + unit.row * o.hidden;
+  const ktc_gemm_kernel& down = call.m.down_store_[0].pick(a.count);
+  check_kernel(down.gemm(&args), down.name);
+}
+
+// Tokens of one piece: experts in ascending order, as by columns.
+void MoeCall::sum_task(void* context, const Task& task) {
+  const MoeCall& call = *static_cast<const MoeCall*>(context);
+  const int64_t hidden = call.m.o_.hidden;
+  const int64_t end = piece_begin(call.count, call.pieces_sum, task.index + 1);
+  for (int64_t t = piece_begin(call.count, call.pieces_sum, task.index); t < end; ++t) {
+    float* out = call.out + (call.begin + t) * call.ld_out;
+    const int64_t* rows = call.token_rows + t * call.top_k;
+    std::memset(out, 0, hidden * sizeof(float));
+    for (int64_t i = 0; i < call.top_k; ++i) {
+      const float* y = call.y + rows[i] * hidden;
+      const float w = call.row_weight[rows[i]];
+      for (int64_t c = 0; c < hidden; ++c) out[c] += w * y[c];
+    }
+  }
+}
+
+}  // namespace ktc

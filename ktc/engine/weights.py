@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ktc.engine.memory import check_memory as check_memory
 from ktc.errors import BundleError, KtcError
 from ktc.layout import round_up
 from ktc.progress import Progress, format_bytes
@@ -135,28 +136,3 @@ def _ranges(file: Path, items: list[tuple[Key, TensorRef]]) -> tuple[list[tuple[
             ranges.append((ref.offset, ref.nbytes))
         places[key] = (len(ranges) - 1, ref.offset - ranges[-1][0])
     return ranges, places
-
-
-def check_memory(needed: int) -> None:
-    """Refuse to start loading what cannot fit, before the kernel kills the process half way.
-
-    Raises:
-        KtcError: `needed` bytes are more than the machine can give.
-    """
-    available = available_memory()
-    if available is not None and needed > available:
-        raise KtcError(
-            f"the weights need {format_bytes(needed)} of memory, {format_bytes(available)} are available",
-            "close other programs, or compile with fewer bits per weight",
-        )
-
-
-def available_memory() -> int | None:
-    """MemAvailable, or None where /proc does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ktc.errors import BuildError, BundleError, KtcError
 from ktc.graph.build import PREFILL_CHUNK, GraphExecutor
 from ktc.graph.ir import Program
-from ktc.native.weights import BundleWeights
+from ktc.native.weights import BundleWeights, wanted_tensors
 from ktc.progress import Progress, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class NativeReport:
     isa: str
     threads: list[int]
     weight_bytes: int = 0
-    huge_bytes: int = 0
+    weights: BundleWeights | None = None
     arena_bytes: int = 0
     cache_bytes: int = 0
     context: int = 0
@@ -50,7 +50,17 @@ class NativeReport:
     n_skipped: int = 0
     seconds: float = 0.0
     degraded: list[str] = field(default_factory=list)
-    layers: list[tuple[str, str]] = field(default_factory=list)
+    plan: Plan | None = None
+    lib: Any = None
+
+    @property
+    def huge_bytes(self) -> int:
+        """Bytes of the weights that the kernel really keeps in huge pages; asked now, which takes a while."""
+        return self.weights.huge_bytes() if self.weights is not None else 0
+
+    @property
+    def layers(self) -> list[tuple[str, str]]:
+        return describe_native(self.plan, self.lib) if self.plan is not None else []
 
     def lines(self) -> list[str]:
         share = self.huge_bytes / self.weight_bytes if self.weight_bytes else 0.0
@@ -65,8 +75,9 @@ class NativeReport:
             out.append(f"  {self.n_deferred} experts of each MoE layer are deferred while decoding")
         if self.n_skipped:
             out.append(f"  the {self.n_skipped} lowest experts of each MoE layer are skipped while decoding")
-        width = max((len(where) for where, _ in self.layers), default=0)
-        out += [f"  {where:<{width}}  {what}" for where, what in self.layers]
+        layers = self.layers
+        width = max((len(where) for where, _ in layers), default=0)
+        out += [f"  {where:<{width}}  {what}" for where, what in layers]
         return out + [f"  degraded: {reason}" for reason in self.degraded]
 
 
@@ -203,6 +214,7 @@ def open_native(
     n_deferred: int | None = None,
     n_skipped: int = 0,
     isa: str = "",
+    check_memory: bool = True,
 ) -> NativeModel:
     """Open a bundle for native replay.
 
@@ -213,6 +225,7 @@ def open_native(
         n_deferred: experts deferred per MoE layer while decoding; None = what the recipe says.
         n_skipped: lowest experts dropped while decoding (for comparison).
         isa: force the operators' instruction set.
+        check_memory: refuse up front what does not fit in memory.
     Raises:
         BundleError, BuildError, UnsupportedModelError, KtcError: see the parts.
     """
@@ -220,6 +233,7 @@ def open_native(
     from ktc import _runtime
     from ktc.bundle import kernel_for_host, open_bundle, verdict
     from ktc.engine import pool as pools
+    from ktc.engine.memory import check_memory as refuse_too_large
     from ktc.perf.tuning import load as load_tuning
 
     bundle = open_bundle(path)
@@ -240,7 +254,15 @@ def open_native(
     placement = pools.place(_runtime.numa_nodes(), bundle.plan.nodes, threads, emulate_nodes)
     pool = pools.get_pool(placement)
     degraded += pool.warnings()
-    total = sum(ref.nbytes for ref in bundle.tensors.values())
+    context = min(context or DEFAULT_CONTEXT, program.context)
+    total = sum(ref.nbytes for ref in wanted_tensors(bundle, program).values())
+    if check_memory:
+        caches = sum(4 * state.floats_per_position for state in program.states) * context
+        refuse_too_large(
+            total + caches,
+            f"the weights and the caches of {context} positions need",
+            "close other programs, give --context a smaller number, or compile with fewer bits per weight",
+        )
     try:
         with Progress("load weights", total, "B") as progress:
             weights = BundleWeights(bundle, program, lib, pool, force_kernel, load_tuning().min_rows, progress)
@@ -248,7 +270,7 @@ def open_native(
             program,
             weights,
             pool,
-            context=context or min(program.context, DEFAULT_CONTEXT),
+            context=context,
             chunk=chunk,
             n_deferred=n_deferred,
             n_skipped=n_skipped,
@@ -267,7 +289,7 @@ def open_native(
         graph.native.isa,
         [len(n) for n in placement],
         weights.nbytes,
-        weights.huge_bytes(),
+        weights,
         graph.arena_bytes,
         graph.state_bytes,
         graph.context,
@@ -275,7 +297,8 @@ def open_native(
         n_skipped,
         time.perf_counter() - started,
         degraded,
-        describe_native(bundle.plan, lib),
+        bundle.plan,
+        lib,
     )
     if strict and degraded:
         raise KtcError("strict: " + "; ".join(degraded), "leave out --strict to run all the same")

@@ -37,6 +37,31 @@ def widen(array: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     return np.asarray(array).astype(np.float32)
 
 
+def _find(bundle: Bundle, key: Key) -> TensorRef:
+    ref = bundle.tensors.get(key)
+    if ref is None:
+        where = "on the device" if key[0] is None else f"on node {key[0]}"
+        raise BundleError(f"{bundle.path}: tensor {key[1]} is missing {where}", "compile the checkpoint again")
+    return ref
+
+
+def wanted_tensors(bundle: Bundle, program: Program) -> dict[Key, TensorRef]:
+    """What `BundleWeights` will read into its buffers: packed tensors and matrices, not the small vectors.
+
+    Raises:
+        BundleError: a tensor is missing.
+    """
+    wanted: dict[Key, TensorRef] = {}
+    for node in program.nodes:
+        for role, name in node.weights.items():
+            if "tiles" in node.weights or role in MATRIX_ROLES.get(node.op, ()):
+                wanted[None, name] = _find(bundle, (None, name))
+        if node.op == "moe_submit" and not node.weights:
+            prefix = f"{node.module}.experts."
+            wanted |= {key: ref for key, ref in bundle.tensors.items() if key[1].startswith(prefix)}
+    return wanted
+
+
 class BundleWeights:
     """Implements `ktc.graph.build.Weights`. Reads on construction; holds the buffers."""
 
@@ -151,21 +176,10 @@ class BundleWeights:
 
     # ---- reading ------------------------------------------------------------------------------
     def _find(self, key: Key) -> TensorRef:
-        ref = self.bundle.tensors.get(key)
-        if ref is None:
-            where = "on the device" if key[0] is None else f"on node {key[0]}"
-            raise BundleError(f"{self.bundle.path}: tensor {key[1]} is missing {where}", "compile the checkpoint again")
-        return ref
+        return _find(self.bundle, key)
 
     def _read_all(self, program: Program) -> None:
-        wanted: dict[Key, TensorRef] = {}
-        for node in program.nodes:
-            for role, name in node.weights.items():
-                if "tiles" in node.weights or role in MATRIX_ROLES.get(node.op, ()):
-                    wanted[None, name] = self._find((None, name))
-            if node.op == "moe_submit" and not node.weights:
-                prefix = f"{node.module}.experts."
-                wanted |= {key: ref for key, ref in self.bundle.tensors.items() if key[1].startswith(prefix)}
+        wanted = wanted_tensors(self.bundle, program)
         files: dict[tuple[int | None, Path], list[tuple[Key, TensorRef]]] = {}
         for key, ref in wanted.items():
             files.setdefault((key[0], ref.file), []).append((key, ref))

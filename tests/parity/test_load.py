@@ -124,9 +124,9 @@ def test_m1_weights_are_in_memory_once(own) -> None:
 
 
 def test_memory_that_is_not_there_is_refused_first(bundle, library, best_variant, monkeypatch) -> None:
-    from ktc.engine import weights
+    from ktc.engine import memory
 
-    monkeypatch.setattr(weights, "available_memory", lambda: 1000)
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
     path, lib = bundle("deepseek_v3", "int4"), library(best_variant)
     with pytest.raises(KtcError, match=r"the weights need .* of memory, 1000 B are available"):
         ktc.load(path, kernel_library=lib)

@@ -189,3 +189,21 @@ def test_generation_without_torch(
     eager.reset()
     chat = encode_chat(tokenizer, [{"role": "user", "content": "hello"}])
     assert got["chat"] == eager.generate(chat, max_tokens=8).ids
+
+
+def test_memory_that_is_not_there_is_refused_first(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktc.engine import memory
+
+    monkeypatch.setattr(memory, "available_memory", lambda: 1000)
+    with pytest.raises(KtcError, match=r"the caches of 256 positions need .*, 1000 B are available") as raised:
+        native("qwen3_moe", "int4")
+    assert "--context" in str(raised.value.hint)
+    native("qwen3_moe", "int4", check_memory=False)
+
+
+def test_report_says_what_runs_where(native: Native) -> None:
+    report = native("qwen3_moe", "int4").ktc_report
+    assert report is not None
+    text = "\n".join(report.lines())
+    assert "routed experts int4-g32 on" in text and "caches" in text and "in huge pages" in text
+    assert 0 <= report.huge_bytes <= 2 * report.weight_bytes + 64 * 2**20

@@ -71,6 +71,8 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
     schemes = {m.scheme for m in moes} | {m.linear.scheme for m in plan.modules if m.linear is not None}
     deferred = [m.n_deferred_experts for m in moes]
     features = ["experts.tiles"] + (["linear.tiles"] if any(m.linear for m in plan.modules) else [])
+    if any(s.scale == "codebook" for s in schemes):
+        features.append("int4.codebook")
     cuda = any(m.device.startswith("cuda") for m in plan.modules)
     return {
         "required_features": features,

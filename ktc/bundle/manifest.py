@@ -21,7 +21,7 @@ SIGNATURE = "manifest.sig"  # optional, detached; reserved: this version neither
 MAX_MANIFEST_BYTES = 256 << 20
 ALGORITHM_VERSION = 1  # of the quantiser; part of what makes packed bytes reproducible
 # Features a bundle may require of its reader. A reader that meets another one refuses the bundle.
-KNOWN_FEATURES = frozenset({"experts.tiles", "linear.tiles"})
+KNOWN_FEATURES = frozenset({"experts.tiles", "linear.tiles", "int4.codebook"})
 BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 
 

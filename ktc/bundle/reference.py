@@ -42,7 +42,7 @@ def stored_values(packed: PackedMatrix, begin: int, end: int) -> NDArray[Any]:
     else:
         nibbles = raw.reshape(count, steps, 16, 16, 4)
         bytes_ = np.stack([nibbles & 15, nibbles >> 4], axis=2).astype(np.int16) - 8
-    rows = bytes_.transpose(0, 2, 4, 1, 3, 5).reshape(count * BLOCK_ROWS, -1)
+    rows: NDArray[Any] = bytes_.transpose(0, 2, 4, 1, 3, 5).reshape(count * BLOCK_ROWS, -1)
     return _levels(packed, rows + 8, begin, end) if layout.scheme.scale == "codebook" else rows
 
 

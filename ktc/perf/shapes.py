@@ -53,6 +53,10 @@ SHAPES = {
 
 SCHEMES = {
     "int4": QuantScheme("int4", "integer", 32),
+    "int4-g16c": QuantScheme("int4", "codebook", 16),
+    "int4-g32c": QuantScheme("int4", "codebook", 32),
+    "int4-g64c": QuantScheme("int4", "codebook", 64),
+    "int4-g32": QuantScheme("int4", "integer", 32),
     "int4-g64": QuantScheme("int4", "integer", 64),
     "int4-g128": QuantScheme("int4", "integer", 128),
     "int4-g32f": QuantScheme("int4", "group", 32),

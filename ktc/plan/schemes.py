@@ -72,10 +72,10 @@ def _scheme(choice: SchemeChoice, group: int) -> QuantScheme:
     mode: ScaleMode
     if choice.data_type in ("fp32", "bf16"):
         mode = "none"
-    elif choice.integer:
-        mode = "integer"
-    else:
+    elif choice.scale == "float":
         mode = "group" if group else "channel"
+    else:
+        mode = choice.scale
     return QuantScheme(choice.data_type, mode, group)
 
 

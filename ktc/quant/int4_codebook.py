@@ -94,7 +94,8 @@ def dequantize(quantized: Quantized, group: int) -> F32:
     assert quantized.mult is not None
     selector = expand_groups(quantized.mult, quantized.q.shape[1], group)
     level = LEVELS[selector, quantized.q.astype(np.int64) + ZERO]
-    return quantized.scale * level.astype(np.float32)
+    out: F32 = quantized.scale * level.astype(np.float32)
+    return out
 
 
-CODEBOOK_INT4 = Quantizer("int4-codebook", "int4", "codebook", quantize, dequantize)
+QUANTIZER = Quantizer("int4-codebook", "int4", "codebook", quantize, dequantize)

@@ -10,8 +10,7 @@ from ktc.quant import int4_codebook, int4_group, int4_integer, int8
 from ktc.quant.base import Quantizer
 
 QUANTIZERS: dict[str, Quantizer] = {
-    q.name: q
-    for q in (int8.CHANNEL, int8.GROUP, int4_group.GROUP, int4_integer.INTEGER, int4_codebook.CODEBOOK_INT4)
+    q.name: q for q in (int8.CHANNEL, int8.GROUP, int4_group.GROUP, int4_integer.INTEGER, int4_codebook.QUANTIZER)
 }
 
 

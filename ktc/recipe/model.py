@@ -8,6 +8,7 @@ from typing import Literal
 
 from ktc.layout import DataType
 
+ScaleChoice = Literal["float", "integer", "codebook"]
 Operator = Literal["moe", "linear", "mla", "embedding", "hf"]
 
 OPERATOR_OF_CLASS: dict[str, Operator] = {
@@ -66,13 +67,14 @@ class SchemeChoice:
 
     Attributes:
         group: columns per scale; 0 = the whole row ("channel").
-        integer: int4 only: integer group multipliers under one channel scale, else one float per group.
+        scale: "float" is one float per group (or row). int4 only: "integer" is integer group multipliers, and
+            "codebook" a choice of uneven levels per group, both under one float per row.
         fallback: tried in order where `group` does not divide K; "pad" ends the list. Empty = refuse.
     """
 
     data_type: DataType
     group: int = 0
-    integer: bool = False
+    scale: ScaleChoice = "float"
     fallback: tuple[int | Literal["pad"], ...] = ()
 
 

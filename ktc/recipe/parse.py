@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ktc.errors import RecipeError
 from ktc.layout import DataType
-from ktc.recipe.model import OPERATOR_OF_CLASS, Match, Recipe, Rule, SchemeChoice
+from ktc.recipe.model import OPERATOR_OF_CLASS, Match, Recipe, Rule, ScaleChoice, SchemeChoice
 from ktc.recipe.schema_errors import explain
 from ktc.recipe.yaml_marks import Document, Path, parse
 
@@ -30,7 +30,13 @@ BACKENDS = {
     "portable": "portable",
 }
 DATA_TYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16"}
-DEFAULT_GROUP: dict[DataType, int] = {"fp32": 0, "bf16": 0, "int8": 0, "int4": 32}
+DEFAULT_SCALE: dict[DataType, ScaleChoice] = {"int8": "float", "int4": "integer"}
+DEFAULT_GROUP: dict[tuple[DataType, ScaleChoice], int] = {
+    ("int8", "float"): 0,
+    ("int4", "codebook"): 16,
+    ("int4", "integer"): 32,
+    ("int4", "float"): 32,
+}
 
 
 def parse_recipe(text: str, file: str = "<recipe>", default_name: str = "recipe") -> Recipe:
@@ -149,25 +155,25 @@ def _scheme(document: Document, kwargs: dict[str, Any], path: Path) -> SchemeCho
             if key in kwargs:
                 raise refuse(key, f"{data_type} has no scales", f"remove {key}, or choose int8 or int4")
         return SchemeChoice(data_type)
-    given = kwargs.get("group", DEFAULT_GROUP[data_type])
-    group = 0 if given == "channel" else int(given)
-    integer = kwargs.get("scale", "integer" if data_type == "int4" else "float") == "integer"
-    if data_type == "int8" and integer:
+    scale = cast(ScaleChoice, kwargs.get("scale", DEFAULT_SCALE[data_type]))
+    if data_type == "int8" and scale != "float":
         raise refuse(
-            "scale", "integer group scales exist for int4 only", "use scale: float with group, or group: channel"
+            "scale", f"{scale} group scales exist for int4 only", "use scale: float with group, or group: channel"
         )
+    given = kwargs.get("group", DEFAULT_GROUP[data_type, scale])
+    group = 0 if given == "channel" else int(given)
     if data_type == "int4" and not group:
         raise refuse("group", "int4 needs a group: one scale per row is too coarse", "use group: 32, 64 or 128")
-    if group == 16 and not integer:
-        raise refuse("group", "16 exists for int4 with integer scales only", "use group: 32, 64 or 128")
+    if group == 16 and scale == "float":
+        raise refuse("group", "16 exists for int4 with integer or codebook scales only", "use group: 32, 64 or 128")
     fallback = kwargs.get("group_fallback", "refuse")
     if "group_fallback" in kwargs and not group:
         raise refuse("group_fallback", "group: channel always fits", "remove group_fallback, or set a group")
-    return SchemeChoice(data_type, group, integer, _fallback(document, fallback, group, integer, path))
+    return SchemeChoice(data_type, group, scale, _fallback(document, fallback, group, scale, path))
 
 
 def _fallback(
-    document: Document, fallback: str | list[Any], group: int, integer: bool, path: Path
+    document: Document, fallback: str | list[Any], group: int, scale: ScaleChoice, path: Path
 ) -> tuple[int | Literal["pad"], ...]:
     if fallback == "refuse":
         return ()
@@ -180,8 +186,8 @@ def _fallback(
             raise RecipeError(f"{where}: group_fallback: pad always fits, so nothing after it is ever tried")
         if item != "pad" and item >= group:
             raise RecipeError(f"{where}: group_fallback: {item} is not smaller than group {group}")
-        if item == 16 and not integer:
-            raise RecipeError(f"{where}: group_fallback: 16 exists for int4 with integer scales only")
+        if item == 16 and scale == "float":
+            raise RecipeError(f"{where}: group_fallback: 16 exists for int4 with integer or codebook scales only")
     return tuple("pad" if item == "pad" else int(item) for item in fallback)
 
 

@@ -25,6 +25,7 @@ SCHEMES = (
     QuantScheme("int8", "group", 32),
     QuantScheme("int4", "group", 32),
     QuantScheme("int4", "integer", 32),
+    QuantScheme("int4", "codebook", 16),
 )
 WHERE = {name: name for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")}
 CASES = [

@@ -19,6 +19,7 @@ SPECS = KernelSpecs(
         KernelSpec("int4", "integer", 64, "silu_mul", 2048),
         KernelSpec("int4", "integer", 64, "store", 1408),
         KernelSpec("int4", "integer", 64, "scatter_add", 1408),
+        KernelSpec("int4", "codebook", 16, "silu_mul", 2048),
         KernelSpec("int8", "group", 128, "swiglu_oai", 2880),
         KernelSpec("bf16", "none", 0, "store"),
         KernelSpec("fp32", "none", 0, "store"),

@@ -51,7 +51,8 @@ def random_expert(moe: MoePlan, seed: int = 0) -> ExpertWeights:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("scheme", [("fp32", "none", 0), ("bf16", "none", 0), ("int8", "channel", 0),
-                                    ("int8", "group", 32), ("int4", "integer", 64), ("int4", "group", 32)])  # fmt: skip
+                                    ("int8", "group", 32), ("int4", "integer", 64), ("int4", "group", 32),
+                                    ("int4", "codebook", 16)])  # fmt: skip
 def test_blocks_do_not_depend_on_the_node_count(scheme: tuple[str, str, int], bias: bool) -> None:
     one = moe_plan(1, *scheme, bias=bias)
     packed = pack_expert(one, random_expert(one), NAMES)

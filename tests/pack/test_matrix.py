@@ -21,6 +21,8 @@ SCHEMES = [
     QuantScheme("int4", "group", 64),
     QuantScheme("int4", "integer", 32),
     QuantScheme("int4", "integer", 128),
+    QuantScheme("int4", "codebook", 16),
+    QuantScheme("int4", "codebook", 128),
 ]
 
 

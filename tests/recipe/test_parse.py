@@ -48,7 +48,7 @@ def test_every_key() -> None:
     assert (recipe.name, recipe.description, len(recipe.sha256)) == ("full", "every key once", 64)
     assert (first.operator, first.device, first.optional, first.recursive) == ("moe", "cuda:1", True, False)
     assert (first.backend, first.n_deferred_experts) == ("hybrid_AMX_AVX512", 3)
-    assert first.scheme == SchemeChoice("int4", 64, integer=False, fallback=(32, "pad"))
+    assert first.scheme == SchemeChoice("int4", 64, "float", fallback=(32, "pad"))
     assert (first.index, first.line, second.index, second.line) == (0, 5, 1, 21)
     assert second.scheme == SchemeChoice("bf16")
     assert (second.device, second.optional, second.recursive) == (None, False, True)
@@ -73,11 +73,14 @@ def test_bare_list_has_the_same_lines() -> None:
         ({"data_type": "int8"}, SchemeChoice("int8", 0)),
         ({"data_type": "Int8", "group": "Channel"}, SchemeChoice("int8", 0)),
         ({"data_type": "int8", "group": 128}, SchemeChoice("int8", 128)),
-        ({"data_type": "int4"}, SchemeChoice("int4", 32, integer=True)),
-        ({"data_type": "INT4", "group": 16}, SchemeChoice("int4", 16, integer=True)),
+        ({"data_type": "int4"}, SchemeChoice("int4", 32, "integer")),
+        ({"data_type": "INT4", "group": 16}, SchemeChoice("int4", 16, "integer")),
         ({"data_type": "int4", "scale": "Float"}, SchemeChoice("int4", 32)),
-        ({"data_type": "int4", "group": 64, "group_fallback": "refuse"}, SchemeChoice("int4", 64, integer=True)),
-        ({"data_type": "int4", "group_fallback": "pad"}, SchemeChoice("int4", 32, integer=True, fallback=("pad",))),
+        ({"data_type": "int4", "scale": "integer"}, SchemeChoice("int4", 32, "integer")),
+        ({"data_type": "int4", "scale": "Codebook"}, SchemeChoice("int4", 16, "codebook")),
+        ({"data_type": "int4", "scale": "codebook", "group": 64}, SchemeChoice("int4", 64, "codebook")),
+        ({"data_type": "int4", "group": 64, "group_fallback": "refuse"}, SchemeChoice("int4", 64, "integer")),
+        ({"data_type": "int4", "group_fallback": "pad"}, SchemeChoice("int4", 32, "integer", fallback=("pad",))),
     ],
 )
 def test_data_types(kwargs: dict[str, object], expected: SchemeChoice) -> None:
@@ -156,6 +159,9 @@ MISTAKES = [
     (moe(data_type="int4", group="channel"), "r.yaml:6:7:", "int4 needs a group", "32, 64 or 128"),
     (moe(data_type="int8", group=16), "r.yaml:6:7:", "16 exists for int4", None),
     (moe(data_type="int8", scale="integer"), "r.yaml:6:7:", "integer group scales exist for int4 only", None),
+    (moe(data_type="int8", scale="codebook"), "r.yaml:6:7:", "codebook group scales exist for int4 only", None),
+    (moe(data_type="int4", scale="lut"), "r.yaml:6:14:", "'lut' is not one of codebook, integer, float", None),
+    (moe(data_type="int4", scale="codebook", group="channel"), "r.yaml:7:7:", "int4 needs a group", None),
     (moe(data_type="bf16", group=32), "r.yaml:6:7:", "bf16 has no scales", "remove group"),
     (moe(data_type="fp32", backend="AMX"), "r.yaml:6:16:", "portable kernel only", "portable"),
     (moe(data_type="int4", group_fallback="maybe"), "r.yaml:6:23:", "'maybe' is not refuse, pad, or a list", None),

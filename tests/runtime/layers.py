@@ -74,7 +74,7 @@ def columns(p: Packed, scheme: QuantScheme, begin: int, end: int) -> Packed:
         if scheme.scale == "group":
             scale = np.ascontiguousarray(scale.reshape(n_pad // 32, of, 32)[:, groups]).reshape(-1)
         else:
-            mult = np.ascontiguousarray(mult.reshape(n_pad // 32, of, 32)[:, groups]).reshape(-1)
+            mult = np.ascontiguousarray(mult.reshape(n_pad // 32, of, -1)[:, groups]).reshape(-1)
     return Packed(tiles, scale, mult, p.dense[:, begin:end])
 
 
@@ -210,8 +210,8 @@ def rows_of(p: Packed, scheme: QuantScheme, begin: int, end: int) -> Packed:
     tiles[:] = p.tiles[begin // 32 * layout.block_bytes : end // 32 * layout.block_bytes]
     per_row = scheme.groups(k_pad) if scheme.scale == "group" else 1
     scale = np.ascontiguousarray(p.scale[begin * per_row : end * per_row]) if p.scale.size else p.scale
-    groups = scheme.groups(k_pad)
-    mult = np.ascontiguousarray(p.mult[begin * groups : end * groups]) if p.mult.size else p.mult
+    per_block = p.mult.size // (n_pad // 32)
+    mult = np.ascontiguousarray(p.mult[begin // 32 * per_block : end // 32 * per_block])
     return Packed(tiles, scale, mult, p.dense[begin:end])
 
 

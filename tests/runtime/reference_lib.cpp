@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "ktc/abi.h"
+#include "ktc/codebook.h"
 
 namespace {
 
@@ -90,7 +91,11 @@ float dot(const ktc_gemm_args& a, int64_t m, int64_t b, int64_t n) {
   for (int64_t g = 0; g < groups; ++g) {
     int64_t acc = 0;
     for (int64_t k = g * width; k < a.k && k < (g + 1) * width; ++k) {
-      const int64_t w = static_cast<int64_t>(weight_value<Format>(a.weight.tiles, a.k, b, n, k));
+      int64_t w = static_cast<int64_t>(weight_value<Format>(a.weight.tiles, a.k, b, n, k));
+      if (Scale == KTC_SCALE_CODEBOOK) {
+        const int both = a.weight.mult[(b * groups + g) * 16 + n % 16];
+        w = ktc::codebook_level(n < 16 ? both & 15 : both >> 4, static_cast<int>(w) + 8);
+      }
       const int64_t x = static_cast<int64_t>(act_value<Format>(a.act, a.k, m, k));
       acc += (w + 128) * x;  // as unsigned weights would give it
     }
@@ -254,6 +259,7 @@ ktc_kernel_lib make_lib() {
   add_all<KTC_INT4, KTC_SCALE_GROUP, 128>();
   add_all<KTC_INT4, KTC_SCALE_INTEGER, 16>();
   add_all<KTC_INT4, KTC_SCALE_INTEGER, 64>();
+  add_all<KTC_INT4, KTC_SCALE_CODEBOOK, 16>();
   return {sizeof(ktc_kernel_lib),
           KTC_ABI_VERSION,
           KTC_LAYOUT_VERSION,

@@ -19,6 +19,7 @@ SCHEMES = [
     QuantScheme("int8", "group", 128),
     QuantScheme("int4", "group", 128),
     QuantScheme("int4", "integer", 64),
+    QuantScheme("int4", "codebook", 16),
 ]
 
 

@@ -20,6 +20,7 @@ SCHEMES = [
     QuantScheme("int8", "group", 64),
     QuantScheme("int4", "group", 32),
     QuantScheme("int4", "integer", 16),
+    QuantScheme("int4", "codebook", 16),
 ]
 
 

@@ -1,6 +1,7 @@
 """Types of the native runtime (runtime/src/bindings*.cpp). Pointers are plain integers: the runtime links no torch."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,11 +57,15 @@ class KernelLib:
 class Pool:
     """One pool per process: a list of nodes, each with its pinned workers; the caller's thread works too."""
 
-    def __init__(self, nodes: Sequence[Sequence[int]], pin: bool = True) -> None:
-        """`nodes[i]` = cpu ids of node i; a cpu may appear several times (emulated nodes)."""
+    def __init__(self, nodes: Sequence[Sequence[int]], pin: bool = True, caller_works: bool = True) -> None:
+        """`nodes[i]` = cpu ids of node i; a cpu may appear several times (emulated nodes).
+
+        caller_works: off = every cpu has a worker, and a thread that waits only waits (one that stands for a device).
+        """
 
     threads: int
     nodes: int
+    caller_works: bool
     def warnings(self) -> list[str]: ...
 
 # ---- memory -------------------------------------------------------------------------------------
@@ -206,6 +211,26 @@ class Executor:
     state_bytes: int
     max_rows: int
     isa: str
+
+class EmulatedLane:
+    """Decode steps whose device takes the time that it is told (runtime/src/emulate.h); see ktc.emulate."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        pool: Pool,  # made with caller_works=False
+        # submit node, collect node, buffers of x, weights, ids and y, top_k, hidden
+        blocks: Sequence[tuple[int, int, int, int, int, int, int, int]],
+    ) -> None: ...
+    def set_times(self, times: Sequence[tuple[int, int, int]], tail: int) -> None:
+        """ns of the device before submit, until collect and after it, for each block; and after the last block."""
+    def record(self, token: int, position: int, logits: NDArray[np.float32]) -> int:
+        """One real decode step; returns the number of its record."""
+    def replay(self, number: int) -> dict[str, Any]:
+        """A recorded step on the clock (ns, monotonic): `blocks` i64 [blocks, 8], `jobs` i64 [jobs, 4], `end`,
+        `differing` (blocks whose output is not the recorded one), `realtime`."""
+    def forget(self) -> None: ...
+    recorded: int
 
 def graph_scratch(op: str, params: Mapping[str, float], threads: int, rows: int) -> int:
     """Bytes of scratch that an operator needs for steps of up to `rows`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ktc.errors import KtcError
 
-_pools: weakref.WeakValueDictionary[tuple[tuple[int, ...], ...], Any] = weakref.WeakValueDictionary()
+_pools: weakref.WeakValueDictionary[tuple[bool, tuple[tuple[int, ...], ...]], Any] = weakref.WeakValueDictionary()
 
 
 def cpu_quota() -> float | None:
@@ -58,21 +58,23 @@ def place(host: list[list[int]], nodes: int, threads: int | None, emulate: bool 
     return [[group[i % len(group)] for i in range(share)] for group, share in zip(groups, shares, strict=True)]
 
 
-def get_pool(nodes: list[list[int]]) -> Any:
+def get_pool(nodes: list[list[int]], caller_works: bool = True) -> Any:
     """The native pool for this placement; models with the same placement share it. Never two that both work.
 
+    Args:
+        caller_works: off for a thread that stands for a device: every CPU then has a worker of its own.
     Raises:
         KtcError: the system does not let us have so many threads.
     """
     from ktc import _runtime
 
-    key = tuple(tuple(n) for n in nodes)
+    key = (caller_works, tuple(tuple(n) for n in nodes))
     pool = _pools.get(key)
     if pool is None:
         cpus = [cpu for node in nodes for cpu in node]
         # Several workers on one CPU (emulated nodes, more threads than CPUs) must not be pinned on top of each other.
         try:
-            pool = _runtime.Pool(nodes, pin=len(set(cpus)) == len(cpus))
+            pool = _runtime.Pool(nodes, pin=len(set(cpus)) == len(cpus), caller_works=caller_works)
         except RuntimeError as error:  # the limit of processes, or of memory for their stacks
             raise KtcError(f"cannot start {len(cpus)} threads: {error}", "give --threads a smaller number") from error
         _pools[key] = pool

@@ -169,9 +169,11 @@ void bind_run(py::module_& m) {
       .def("kernels", &kernel_records);
 
   py::class_<Pool, std::shared_ptr<Pool>>(m, "Pool")
-      .def(py::init<const std::vector<std::vector<int>>&, bool>(), "nodes"_a, "pin"_a = true)
+      .def(py::init<const std::vector<std::vector<int>>&, bool, bool>(), "nodes"_a, "pin"_a = true,
+           "caller_works"_a = true)
       .def_property_readonly("threads", &Pool::threads)
       .def_property_readonly("nodes", &Pool::nodes)
+      .def_property_readonly("caller_works", &Pool::caller_works)
       .def("warnings", &Pool::warnings);
 
   py::class_<HugeBuffer, std::shared_ptr<HugeBuffer>>(m, "HugeBuffer")

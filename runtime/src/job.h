@@ -74,6 +74,10 @@ class Job {
   std::mutex error_mutex_;
   std::exception_ptr error_;
   bool in_use_ = false;  // guarded by the pool's mutex
+  // For Pool::observe: the job's place in the record, or -1; when it began (0: not yet) and the time in its
+  // tasks.
+  int64_t observed_ = -1;
+  std::atomic<int64_t> begun_{0}, busy_{0};
 };
 
 }  // namespace ktc

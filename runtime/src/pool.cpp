@@ -37,7 +37,8 @@ int pin_thread(pthread_t thread, int cpu) {
 
 }  // namespace
 
-Pool::Pool(const std::vector<std::vector<int>>& nodes, bool pin) {
+Pool::Pool(const std::vector<std::vector<int>>& nodes, bool pin, bool caller_works)
+    : caller_works_(caller_works), caller_busy_(!caller_works) {
   if (nodes.empty()) throw std::invalid_argument("a pool needs at least one node");
   watch_forks();
   fork_generation_ = g_fork_generation.load(std::memory_order_relaxed);
@@ -63,7 +64,7 @@ void Pool::start_workers(bool pin) {
   sigset_t all, old;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &old);
-  size_t started = 1;
+  size_t started = caller_works_ ? 1 : 0;
   int error = 0;
   for (; started < slots_.size(); ++started) {
     Slot& slot = *slots_[started];
@@ -88,7 +89,7 @@ void Pool::start_workers(bool pin) {
 void Pool::stop_workers(size_t started) {
   stop_.store(true, std::memory_order_seq_cst);
   event_.notify();
-  for (size_t i = 1; i < started; ++i) pthread_join(slots_[i]->thread, nullptr);
+  for (size_t i = caller_works_ ? 1 : 0; i < started; ++i) pthread_join(slots_[i]->thread, nullptr);
 }
 
 Pool::~Pool() {
@@ -140,7 +141,19 @@ void Pool::release(Job* job) {
 
 void Pool::submit(Job* job) {
   check_not_forked();
+  job->observed_ = -1;
+  if (observing_) {
+    job->begun_.store(0, std::memory_order_relaxed);
+    job->busy_.store(0, std::memory_order_relaxed);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    job->observed_ = static_cast<int64_t>(observed_.size());
+    observed_.push_back({now_ns(), 0, 0, 0});
+  }
   if (advance(*job, -1) == job->count_) {
+    if (job->observed_ >= 0) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      record(*job);
+    }
     job->done_.store(true, std::memory_order_release);
     return;
   }
@@ -163,7 +176,8 @@ void Pool::wait(Job* job, bool help) {
       if (!caller_busy_) caller_busy_ = mine = true;
     }
     if (!mine) {  // another thread works in slot 0; it or the workers will get to our job
-      if (!job->done_.load(std::memory_order_acquire)) released_.wait(released, help ? 0 : spin_ns_);
+      if (!job->done_.load(std::memory_order_acquire))
+        released_.wait(released, help || !caller_works_ ? 0 : spin_ns_);
       continue;
     }
     Slot& slot = *slots_[0];
@@ -260,6 +274,11 @@ void Pool::work_on(Job& job, Slot& slot) {
 
 void Pool::run_task(Job& job, int phase, Slot& slot, int64_t index) {
   Job::Phase& p = job.phases_[phase];
+  const int64_t from = job.observed_ >= 0 ? now_ns() : 0;
+  if (from != 0) {
+    int64_t none = 0;
+    job.begun_.compare_exchange_strong(none, from, std::memory_order_relaxed);
+  }
   if (!job.failed()) {
     t_inside_task = true;
     try {
@@ -269,6 +288,7 @@ void Pool::run_task(Job& job, int phase, Slot& slot, int64_t index) {
     }
     t_inside_task = false;
   }
+  if (from != 0) job.busy_.fetch_add(now_ns() - from, std::memory_order_relaxed);
   if (p.remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) {
     if (advance(job, phase) == job.count_) finish(job);
     event_.notify();
@@ -298,11 +318,39 @@ int Pool::advance(Job& job, int from) {
 void Pool::finish(Job& job) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (job.observed_ >= 0) record(job);
     queue_.pop_front();
     head_.store(queue_.empty() ? nullptr : queue_.front(), std::memory_order_seq_cst);
   }
   job.done_.store(true, std::memory_order_release);  // the owner may reuse the job from here on
   released_.notify();
+}
+
+// Under the mutex, before the job counts as done.
+void Pool::record(const Job& job) {
+  JobTimes& times = observed_[static_cast<size_t>(job.observed_)];
+  times.done = now_ns();
+  times.begun = job.begun_.load(std::memory_order_relaxed);
+  if (times.begun == 0)
+    times.begun = times.submitted;  // serial phases only: done by the thread that submitted
+  times.busy = job.busy_.load(std::memory_order_relaxed);
+}
+
+void Pool::observe(bool on) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!queue_.empty()) throw std::logic_error("jobs are under way: the pool cannot start observing");
+  observing_ = on;
+  observed_.clear();
+}
+
+size_t Pool::observed() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return observed_.size();
+}
+
+std::vector<Pool::JobTimes> Pool::job_times() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return observed_;
 }
 
 bool Pool::enter_library(const ktc_kernel_lib* lib, Slot& slot) {

@@ -1,7 +1,8 @@
 // The one thread pool: nodes of pinned workers that work through jobs in order of submission.
 //
 // The thread that waits for a job works too, as the first thread of node 0, so a pool of T CPUs
-// starts T - 1 workers. Idle threads spin for tens of microseconds, then sleep; they do not spin at
+// starts T - 1 workers; with `caller_works` off it starts T, and whoever waits only waits: a thread that
+// stands for a device. Idle threads spin for tens of microseconds, then sleep; they do not spin at
 // all when there are more threads than CPUs.
 #pragma once
 
@@ -24,13 +25,14 @@ class Pool {
  public:
   // nodes[i] = CPU ids of node i; a CPU may appear several times (emulated nodes).
   // Throws std::invalid_argument for no nodes or an empty one, std::runtime_error if a thread cannot start.
-  Pool(const std::vector<std::vector<int>>& nodes, bool pin);
+  Pool(const std::vector<std::vector<int>>& nodes, bool pin, bool caller_works = true);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
   int nodes() const { return static_cast<int>(node_threads_.size()); }
   int threads() const { return static_cast<int>(slots_.size()); }
+  bool caller_works() const { return caller_works_; }
   int node_threads(int node) const { return node_threads_[node]; }
   std::vector<std::string> warnings() const;
   void warn(const std::string& text);
@@ -45,6 +47,16 @@ class Pool {
   // Works until the job is done; rethrows the first exception of its tasks. Without `help` the caller only
   // waits, unless nobody else would do the first thread's share (no worker on node 0, or a static schedule).
   void wait(Job* job, bool help = true);
+
+  // One job on the monotonic clock, ns: handed over, first shared task begun, done; and the sum over all
+  // threads of the time inside its tasks.
+  struct JobTimes {
+    int64_t submitted = 0, begun = 0, done = 0, busy = 0;
+  };
+  // Starts a new record of jobs in order of submission, or stops it. No job may be under way.
+  void observe(bool on);
+  size_t observed() const;
+  std::vector<JobTimes> job_times() const;
 
  private:
   struct alignas(64) Slot {
@@ -67,20 +79,25 @@ class Pool {
   void run_task(Job& job, int phase, Slot& slot, int64_t index);
   int advance(Job& job, int from);
   void finish(Job& job);
+  void record(const Job& job);
   static bool enter_library(const ktc_kernel_lib* lib, Slot& slot);
   static void leave_library(Slot& slot);
   void check_not_forked() const;
 
   std::vector<int> node_threads_;
-  std::vector<std::unique_ptr<Slot>> slots_;  // slots_[0] belongs to whoever waits
+  std::vector<std::unique_ptr<Slot>> slots_;  // slots_[0] belongs to whoever waits, if callers work
   std::vector<std::unique_ptr<Job>> jobs_;
   int64_t spin_ns_ = 0;
   unsigned fork_generation_;
 
-  mutable std::mutex mutex_;  // the queue, jobs_, warnings_, caller_busy_; never held while working
+  mutable std::mutex
+      mutex_;  // the queue, jobs_, warnings_, caller_busy_, observed_; never held while working
   std::deque<Job*> queue_;
   std::vector<std::string> warnings_;
-  bool caller_busy_ = false;
+  std::vector<JobTimes> observed_;
+  const bool caller_works_;
+  bool observing_ = false;
+  bool caller_busy_;  // somebody works in slot 0: always so if that is a worker
   std::atomic<Job*> head_{nullptr};
   std::atomic<bool> stop_{false};
   Event event_;     // a job arrived, a phase or a job ended

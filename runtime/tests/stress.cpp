@@ -29,8 +29,8 @@ void require(bool condition, const char* what) {
   std::exit(1);
 }
 
-std::shared_ptr<ktc::Pool> make_pool(const std::vector<std::vector<int>>& nodes) {
-  return std::make_shared<ktc::Pool>(nodes, false);
+std::shared_ptr<ktc::Pool> make_pool(const std::vector<std::vector<int>>& nodes, bool caller_works = true) {
+  return std::make_shared<ktc::Pool>(nodes, false, caller_works);
 }
 
 // fp32 tiles: the packed bytes are the weights themselves, so random floats are a matrix.
@@ -116,8 +116,9 @@ int64_t submit(ktc::Moe& moe, const Routed& r) {
 
 // Callers share a pool and a layer, each with its own rows; some calls fail, some tickets are dropped.
 void callers(const std::shared_ptr<ktc::KernelLib>& lib, const Layer& layer,
-             const std::vector<std::vector<int>>& nodes, ktc::Schedule schedule, int rounds) {
-  const auto pool = make_pool(nodes);
+             const std::vector<std::vector<int>>& nodes, ktc::Schedule schedule, int rounds,
+             bool caller_works = true) {
+  const auto pool = make_pool(nodes, caller_works);
   const auto shared = layer.build(lib, pool, schedule);
   const auto fails = layer.build(lib, pool, schedule, kFailOnRequest);
   std::vector<std::thread> threads;
@@ -159,6 +160,30 @@ void same_bits(const std::shared_ptr<ktc::KernelLib>& lib, const Layer& layer) {
       }
     }
   }
+}
+
+// A thread that stands for a device hands over two jobs a layer and only waits; the pool's record of them is
+// whole.
+void device_lane(const std::shared_ptr<ktc::KernelLib>& lib, const Layer& layer, int rounds) {
+  const auto pool = make_pool({{0, 1}}, false);
+  const auto moe = layer.build(lib, pool, ktc::Schedule::kDynamic);
+  const Routed a(3, 1), b(4, 2);
+  const std::vector<float> want_a = forward(*moe, a), want_b = forward(*moe, b);
+  pool->observe(true);
+  for (int i = 0; i < rounds; ++i) {
+    const int64_t first = submit(*moe, a), second = submit(*moe, b);
+    require(collect(*moe, first, a.tokens) == want_a, "immediate experts differ");
+    require(collect(*moe, second, b.tokens) == want_b, "deferred experts differ");
+  }
+  int64_t last = 0;
+  for (const ktc::Pool::JobTimes& job : pool->job_times()) {
+    require(job.submitted <= job.begun && job.begun <= job.done && job.busy > 0,
+            "a job's record is not whole");
+    require(last <= job.done, "jobs did not end in order of submission");
+    last = job.done;
+  }
+  require(pool->observed() == static_cast<size_t>(2 * rounds), "jobs are missing from the record");
+  pool->observe(false);
 }
 
 void linears(const std::shared_ptr<ktc::KernelLib>& lib, int rounds) {
@@ -209,7 +234,10 @@ int main(int argc, char** argv) {
     callers(lib, layer, {{0}}, schedule, rounds);
     callers(lib, layer, {{0, 1}}, schedule, rounds);
     callers(lib, layer, {{0, 1, 0}, {1, 0}}, schedule, rounds);
+    callers(lib, layer, {{0}}, schedule, rounds, false);
+    callers(lib, layer, {{0, 1}, {0}}, schedule, rounds, false);
   }
+  device_lane(lib, layer, 10 * rounds);
   linears(lib, 5 * rounds);
   buffers(library.c_str());
   for (int i = 0; i < 100; ++i) make_pool({{0, 1, 0, 1}});

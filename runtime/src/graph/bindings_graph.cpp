@@ -157,6 +157,7 @@ void bind_graph(py::module_& m) {
       .def_property_readonly("state_bytes", &Executor::state_bytes)
       .def_property_readonly("max_rows", &Executor::max_rows)
       .def_property_readonly("isa", [](const Executor& e) { return std::string(e.isa()); });
+  bind_emulate(m);
   m.def(
       "graph_scratch",
       [](const std::string& op, const std::map<std::string, double>& p, int threads,

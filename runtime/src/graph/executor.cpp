@@ -129,7 +129,13 @@ void Executor::step(const int64_t* ids, int64_t rows, int64_t position, bool dec
                   decode, logits,     arena_,          layout->offsets.data(),
                   table_, &parallel_, options_.trivial};
   try {
-    if (!profiling_) {
+    if (hook_ != nullptr) {
+      for (size_t i = 0; i < nodes_.size(); ++i) {
+        if (!hook_->before(i, step)) continue;
+        nodes_[i]->run(step);
+        hook_->after(i, step);
+      }
+    } else if (!profiling_) {
       for (const auto& node : nodes_) node->run(step);
     } else {
       for (size_t i = 0; i < nodes_.size(); ++i) {

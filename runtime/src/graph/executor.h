@@ -102,6 +102,16 @@ class Node {
   virtual void configure(const Options&) {}
 };
 
+// Looks on while the nodes of a step run, and may leave some out. Used by the emulated device lane.
+class StepHook {
+ public:
+  virtual ~StepHook() = default;
+  // Before node `index` (in order of Executor::add); false: it does not run.
+  virtual bool before(size_t index, const Step& step) = 0;
+  // After a node that ran.
+  virtual void after(size_t index, const Step& step) = 0;
+};
+
 class Executor {
  public:
   // `state_floats[i]`: floats of cache i for the whole context.
@@ -122,6 +132,10 @@ class Executor {
   // Experts deferred (-1: as each node says) and skipped from the next decode step on. Throws
   // std::invalid_argument, and nothing has changed, if some layer cannot.
   void set_deferral(int n_deferred, int n_skipped);
+
+  // Null: none. The caller keeps it alive until it is taken off again.
+  void set_hook(StepHook* hook) { hook_ = hook; }
+  size_t nodes() const { return nodes_.size(); }
 
   // Nanoseconds and calls per operator since the last reset; only filled while profiling is on.
   struct OpTime {
@@ -158,6 +172,7 @@ class Executor {
   std::vector<int> op_of_node_;
   std::vector<int64_t> op_ns_, op_calls_;
   bool profiling_ = false;
+  StepHook* hook_ = nullptr;
 };
 
 // nodes.cpp: the node for a specification; throws std::invalid_argument for an unknown operator.

@@ -1,0 +1,208 @@
+"""Measure decode for K = 0.. on the emulated lane, and ask `ktc simulate` about the same machine.
+
+First every K records the same real steps (same prompt, same tokens), then all K are replayed in turns: what the rest
+of the machine does meanwhile falls on all of them alike. The time of a layer of a step is the median over its
+replays, so that an interruption of one replay is not taken for the layer's own; times of steps are sums of these.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ktc.emulate.lane import EmulatedLane, Replay
+from ktc.emulate.scaling import as_measured, slower_device
+from ktc.errors import KtcError
+from ktc.progress import Progress
+from ktc.simulate.costs import decode_costs
+from ktc.simulate.hardware import Hardware
+from ktc.simulate.metrics import Use
+from ktc.simulate.sweep import Row, decode_row
+
+_CALIBRATIONS, _TURNS = 2, 3
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """
+    Attributes:
+        deferred: the K to measure; None = all that leave two experts immediate. 0 is always among them.
+        steps: decode steps that are recorded and replayed; repeats: replays of each.
+        shares: scale the device so that expert time : device time is this at K = 0; None = as the profile says.
+        prompt: random tokens before the first step.
+    """
+
+    deferred: Sequence[int] | None = None
+    steps: int = 6
+    repeats: int = 5
+    shares: tuple[float, float] | None = None
+    prompt: int = 8
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One K on the emulated lane.
+
+    Attributes:
+        layer_seconds: of a MoE layer in the middle of the model, averaged over layers and steps.
+        token_seconds: of a whole step, averaged over steps.
+        layer, cores: medians over all replays.
+        typical: the replay of median duration.
+        samples: seconds of every replayed step.
+    """
+
+    deferred: int
+    layer_seconds: float
+    token_seconds: float
+    layer: Use
+    cores: float
+    typical: Replay
+    samples: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """
+    Attributes:
+        measured, simulated: one per K, in order.
+        hardware: the (scaled) profile with measured experts and callbacks, which `simulated` is of.
+        factor: by which the profile's device was slowed down.
+        expert_seconds: of a layer's routed experts at K = 0.
+        late: median and 95th percentile of the submit callbacks' lateness, seconds.
+        realtime: the lane had real-time priority.
+    """
+
+    measured: tuple[Measured, ...]
+    simulated: tuple[Row, ...]
+    hardware: Hardware
+    factor: float
+    expert_seconds: float
+    late: tuple[float, float]
+    realtime: bool
+    steps: int
+    repeats: int
+    context: int
+    threads: int
+
+    def gain(self, rows: Sequence[Any], layer: bool = False) -> float:
+        """Of the best K over K = 0: tokens/s (or layers/s), less one."""
+        times = [r.layer_seconds if layer else r.token_seconds for r in rows]
+        return float(times[0] / min(times) - 1)
+
+    @property
+    def best(self) -> int:
+        """Index of the fastest measured K."""
+        return min(range(len(self.measured)), key=lambda i: self.measured[i].token_seconds)
+
+
+def run(lane: EmulatedLane, options: SweepOptions) -> Sweep:
+    """
+    Raises:
+        KtcError: a K that leaves fewer than two immediate experts, or more steps than the caches hold.
+    """
+    ks = _ks(lane, options)
+    records = _record(lane, options, ks)
+    profile, factor = lane.hardware, 1.0
+    if options.shares is not None:
+        for _ in range(_CALIBRATIONS):
+            cpu, device = options.shares
+            seconds = _middle([[lane.replay(n) for n in records[0]] for _ in range(_TURNS)], lambda r: r.experts)
+            factor *= seconds * device / cpu / lane.script.device_seconds
+            lane.retime(slower_device(profile, factor))
+    replays: dict[int, list[list[Replay]]] = {k: [] for k in ks}  # [turn][step]
+    with Progress("emulate", options.repeats * len(ks) * options.steps, "steps") as progress:
+        for turn in range(options.repeats):
+            for k in ks if turn % 2 == 0 else reversed(ks):
+                replays[k].append([lane.replay(number) for number in records[k]])
+                progress.update(len(records[k]))
+    lane.forget()
+    base = replays[ks[0]]
+    seconds = _middle(base, lambda r: r.experts)
+    everything = [r for turns in replays.values() for turn in turns for r in turn]
+    late = np.concatenate([r.late for r in everything])
+    hardware = as_measured(
+        lane.hardware, lane.plan, seconds, _middle(base, lambda r: r.submit), _middle(base, lambda r: r.sync)
+    )
+    costs = decode_costs(lane.plan, hardware, context=lane.context, numa="single")
+    return Sweep(
+        measured=tuple(_summary(k, replays[k]) for k in ks),
+        simulated=tuple(decode_row(costs, k) for k in ks),
+        hardware=hardware,
+        factor=factor,
+        expert_seconds=seconds,
+        late=(float(np.quantile(late, 0.5)), float(np.quantile(late, 0.95))),
+        realtime=all(r.realtime for r in everything),
+        steps=options.steps,
+        repeats=options.repeats,
+        context=lane.context,
+        threads=lane.graph.pool.threads,
+    )
+
+
+def _ks(lane: EmulatedLane, options: SweepOptions) -> list[int]:
+    most = lane.costs.max_deferred
+    if options.deferred is None:
+        return list(range(most + 1))
+    wrong = [k for k in options.deferred if not 0 <= k <= most]
+    if wrong:
+        raise KtcError(f"{wrong[0]} deferred experts: 0 to {most} leave two immediate ones")
+    return sorted({0, *options.deferred})
+
+
+def _record(lane: EmulatedLane, options: SweepOptions, ks: Sequence[int]) -> dict[int, list[int]]:
+    """K -> numbers of its records."""
+    graph = lane.graph
+    if options.steps < 1 or options.repeats < 1 or options.prompt < 1:
+        raise KtcError("steps, repeats and prompt must be at least 1")
+    if options.prompt + options.steps > graph.context:
+        raise KtcError(f"{options.prompt} + {options.steps} tokens do not fit caches of {graph.context} positions")
+    tokens = np.random.default_rng(options.seed).integers(0, graph.program.vocab, options.prompt + options.steps)
+    records: dict[int, list[int]] = {}
+    lane.forget()
+    for k in ks:
+        for begin in range(0, options.prompt, graph.chunk):
+            graph.step(tokens[begin : min(begin + graph.chunk, options.prompt)], begin)
+        positions = range(options.prompt, options.prompt + options.steps)
+        records[k] = [lane.record(int(tokens[p]), p, k)[0] for p in positions]
+    return records
+
+
+def _medians(turns: Sequence[Sequence[Replay]], of: Callable[[Replay], NDArray[np.float64]]) -> NDArray[np.float64]:
+    """[step, block]: the median over the turns."""
+    found: NDArray[np.float64] = np.median([[of(r) for r in turn] for turn in turns], axis=0)
+    return found
+
+
+def _middle(turns: Sequence[Sequence[Replay]], of: Callable[[Replay], NDArray[np.float64]]) -> float:
+    """Mean over steps and over the blocks of a step's middle, which `steady_window` spans too."""
+    values = _medians(turns, of)
+    return float((values[:, 1:-1] if values.shape[1] > 2 else values).mean())
+
+
+def _summary(k: int, turns: Sequence[Sequence[Replay]]) -> Measured:
+    replays = [r for turn in turns for r in turn]
+
+    def median(of: Callable[[Replay], float]) -> float:
+        return statistics.median(of(r) for r in replays)
+
+    order = sorted(replays, key=lambda r: r.row.token_seconds)
+    return Measured(
+        deferred=k,
+        layer_seconds=_middle(turns, lambda r: r.blocks),
+        token_seconds=float(_medians(turns, lambda r: r.blocks).sum(axis=1).mean()),
+        layer=Use(
+            median(lambda r: r.row.layer.cpu),
+            median(lambda r: r.row.layer.device),
+            median(lambda r: r.row.layer.both),
+            median(lambda r: r.row.layer.idle),
+        ),
+        cores=median(lambda r: r.cores),
+        typical=order[len(order) // 2],
+        samples=tuple(r.row.token_seconds for r in replays),
+    )

@@ -19,8 +19,8 @@ from ktc.pack.matrix import PackedMatrix
 from ktc.plan.ir import MoePlan
 
 Float = NDArray[np.float64]
-_CODEBOOK = np.array([-127, -90, -73, -58, -45, -32, -21, -10, 0, 11, 22, 34, 47, 62, 79, 98])
-_MULTIPLIER = np.array([20, 46, 64, 76, 88, 99, 112, 127])
+_CODEBOOK = np.array([-127, -92, -74, -58, -45, -33, -21, -10, 0, 11, 22, 34, 48, 62, 79, 98])
+_MULTIPLIER = np.array([26, 58, 69, 79, 89, 100, 111, 127])
 _BLOCKS_AT_ONCE = 32  # bounds the float64 copy of the weights
 
 
@@ -42,7 +42,7 @@ def stored_values(packed: PackedMatrix, begin: int, end: int) -> NDArray[Any]:
     else:
         nibbles = raw.reshape(count, steps, 16, 16, 4)
         bytes_ = np.stack([nibbles & 15, nibbles >> 4], axis=2).astype(np.int16) - 8
-    rows: NDArray[Any] = bytes_.transpose(0, 2, 4, 1, 3, 5).reshape(count * BLOCK_ROWS, -1)
+    rows = bytes_.transpose(0, 2, 4, 1, 3, 5).reshape(count * BLOCK_ROWS, -1)
     return _levels(packed, rows + 8, begin, end) if layout.scheme.scale == "codebook" else rows
 
 
@@ -53,7 +53,8 @@ def _levels(packed: PackedMatrix, codes: NDArray[Any], begin: int, end: int) -> 
     by_row = np.concatenate([both & 15, both >> 4], axis=2).transpose(0, 2, 1).reshape(-1, groups)
     selector = np.repeat(by_row, packed.layout.scheme.group, axis=1)[:, : codes.shape[1]]
     level = (_CODEBOOK[codes] * _MULTIPLIER[selector & 7] + 64) >> 7
-    return np.where(selector & 8, -level, level)
+    out: NDArray[Any] = np.where(selector & 8, -level, level)
+    return out
 
 
 def weight_scales(packed: PackedMatrix) -> NDArray[np.float64]:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from ktc.quant.base import F32, TINY, Quantized, Quantizer, expand_groups, fit_dot, round_clamp, spans
 
-CODEBOOK = np.array([-127, -90, -73, -58, -45, -32, -21, -10, 0, 11, 22, 34, 47, 62, 79, 98], np.int64)
-MULTIPLIERS = np.array([20, 46, 64, 76, 88, 99, 112, 127], np.int64)
+CODEBOOK = np.array([-127, -92, -74, -58, -45, -33, -21, -10, 0, 11, 22, 34, 48, 62, 79, 98], np.int64)
+MULTIPLIERS = np.array([26, 58, 69, 79, 89, 100, 111, 127], np.int64)
 ZERO = 8
 """The nibble of level 0."""
 

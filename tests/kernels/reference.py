@@ -116,8 +116,8 @@ def random_weights(n: int, k: int, scheme: QuantScheme, rng: np.random.Generator
 
 def codebook_level(selector: Array, code: Array) -> NDArray[np.int64]:
     """The level of KTC_SCALE_CODEBOOK (abi.h, codebook.h) under selectors 0..15 of codes 0..15."""
-    book = np.array([-127, -90, -73, -58, -45, -32, -21, -10, 0, 11, 22, 34, 47, 62, 79, 98])
-    multiplier = np.array([20, 46, 64, 76, 88, 99, 112, 127])
+    book = np.array([-127, -92, -74, -58, -45, -33, -21, -10, 0, 11, 22, 34, 48, 62, 79, 98])
+    multiplier = np.array([26, 58, 69, 79, 89, 100, 111, 127])
     level = (book[code] * multiplier[np.asarray(selector) & 7] + 64) >> 7
     return np.where(np.asarray(selector) & 8, -level, level).astype(np.int64)
 

@@ -1,9 +1,9 @@
 /* The 16-entry codebook of KTC_SCALE_CODEBOOK (abi.h) and the multipliers that its selectors stand for.
  *
- * One codebook, eight multipliers and a sign give 16 sets of 16 levels. The levels were fitted to normally
- * distributed groups of 16 (alternating least squares, then rounded); they are not symmetric, so that the
- * sign chooses the side with the longer reach for the largest weight of a group. The two smallest multipliers
- * are for rows whose groups differ much in size. This header is part of the format: a change is a new scale
+ * One codebook, eight multipliers and a sign give 16 sets of 16 levels. Both were fitted to normally
+ * distributed groups of 16 (alternating least squares, then rounded). The levels are not symmetric, so that
+ * the sign chooses the side with the longer reach for the largest weight of a group; the smallest multiplier
+ * is for rows whose groups differ much in size. This header is part of the format: a change is a new scale
  * mode.
  */
 #ifndef KTC_CODEBOOK_H
@@ -13,9 +13,9 @@
 
 namespace ktc {
 
-constexpr int8_t kCodebook[16] = {-127, -90, -73, -58, -45, -32, -21, -10, 0, 11, 22, 34, 47, 62, 79, 98};
-constexpr uint8_t kCodebookMult[8] = {20, 46, 64, 76, 88, 99, 112, 127}; /* in units of 1 / 128 */
-constexpr int kCodebookZero = 8;                                         /* the nibble of level 0 */
+constexpr int8_t kCodebook[16] = {-127, -92, -74, -58, -45, -33, -21, -10, 0, 11, 22, 34, 48, 62, 79, 98};
+constexpr uint8_t kCodebookMult[8] = {26, 58, 69, 79, 89, 100, 111, 127}; /* in units of 1 / 128 */
+constexpr int kCodebookZero = 8;                                          /* the nibble of level 0 */
 
 /* The level, in [-126, 126], of nibble `code` under `selector` (both 0..15). */
 constexpr int codebook_level(int selector, int code) {

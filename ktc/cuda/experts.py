@@ -12,6 +12,7 @@ is followed by a synchronisation; everything else is the same code.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,14 +45,18 @@ class Staging:
         """Of the device buffer: x f32 [rows, hidden], weights f32 [rows, top_k], ids i64 [rows, top_k]."""
         found = self._views.get(rows)
         if found is None:
-            weights, ids, end = self._layout(self.hidden, self.top_k, rows)
-            slots = rows * self.top_k
-            found = self._views[rows] = (
-                self.device_send[: rows * self.hidden * 4].view(torch.float32).view(rows, self.hidden),
-                self.device_send[weights : weights + slots * 4].view(torch.float32).view(rows, self.top_k),
-                self.device_send[ids:end].view(torch.int64).view(rows, self.top_k),
-            )
+            with torch.inference_mode(False):  # as in ExpertLane._stage
+                found = self._views[rows] = self._cut(rows)
         return found
+
+    def _cut(self, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        weights, ids, end = self._layout(self.hidden, self.top_k, rows)
+        slots = rows * self.top_k
+        return (
+            self.device_send[: rows * self.hidden * 4].view(torch.float32).view(rows, self.hidden),
+            self.device_send[weights : weights + slots * 4].view(torch.float32).view(rows, self.top_k),
+            self.device_send[ids:end].view(torch.int64).view(rows, self.top_k),
+        )
 
 
 class ExpertLane:
@@ -77,14 +82,24 @@ class ExpertLane:
             raise KtcError(f"cannot reach the CUDA runtime: {error}", "install torch with CUDA") from error
         self.moes, self.device, self.hidden, self.top_k = list(moes), device, hidden, top_k
         self.decode = False
-        self._single = Staging(hidden, top_k, 1, device)  # its own, so that a captured graph never loses its buffers
-        self._many = Staging(hidden, top_k, max(2, rows), device)
+        self._single = self._stage(1)  # its own, so that a captured graph never loses its buffers
+        self._many = self._stage(max(2, rows))
 
     def operators(self) -> list[LayerExperts]:
         """What each MoE module is given."""
         return [LayerExperts(self, layer, moe) for layer, moe in enumerate(self.moes)]
 
+    def _stage(self, rows: int) -> Staging:
+        # Ordinary tensors even inside inference mode: whoever runs the model next may not be in it.
+        with self.on_device(), torch.inference_mode(False):
+            return Staging(self.hidden, self.top_k, rows, self.device)
+
+    def on_device(self) -> AbstractContextManager[Any]:
+        """Makes the lane's device the current one: a stream's handle 0 means whatever device that is."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
     def stream(self) -> int:
+        """Handle of the device's current stream; use it inside `on_device`."""
         return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
 
     def synchronize(self) -> None:
@@ -93,7 +108,8 @@ class ExpertLane:
         Raises:
             RuntimeError: naming the MoE layer; the step's results are void, the next step starts clean.
         """
-        self.native.synchronize(self.stream())
+        with self.on_device():
+            self.native.synchronize(self.stream())
         self.native.check()
 
     def staging(self, rows: int) -> Staging:
@@ -103,7 +119,7 @@ class ExpertLane:
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise KtcError(f"a captured step of {rows} rows needs staging of that size first")
             self.native.synchronize(self.stream())  # nobody may still copy from the old one
-            self._many = Staging(self.hidden, self.top_k, rows, self.device)
+            self._many = self._stage(rows)
         return self._many
 
     def call(self, staging: Staging, layer: int, rows: int) -> int:
@@ -128,7 +144,8 @@ class ExpertLane:
         for wanted in deferred[:-1]:
             check_split(self.top_k, wanted, skipped)
         check_split(self.top_k, 0, skipped)
-        self.native.synchronize(self.stream())
+        with self.on_device():
+            self.native.synchronize(self.stream())
         self.native.split([*deferred[:-1], 0], [skipped] * len(self.moes))
 
 
@@ -165,13 +182,14 @@ class LayerExperts:
         """x [T, H], ids and weights [T, top_k] of any type -> a token that `collect_rows` needs not look at."""
         lane, rows = self.lane, x.shape[0]
         if rows:
-            staging = lane.staging(rows)
-            to_x, to_weights, to_ids = staging.views(rows)
-            to_x.copy_(x)
-            to_weights.copy_(weights)
-            to_ids.copy_(ids)
-            call = lane.call(staging, self.layer, rows)
-            lane.native.submit(lane.stream(), call, staging.device_send.data_ptr())
+            with lane.on_device():
+                staging = lane.staging(rows)
+                to_x, to_weights, to_ids = staging.views(rows)
+                to_x.copy_(x)
+                to_weights.copy_(weights)
+                to_ids.copy_(ids)
+                call = lane.call(staging, self.layer, rows)
+                lane.native.submit(lane.stream(), call, staging.device_send.data_ptr())
         return ids.new_empty((), dtype=torch.int64)
 
     def collect_rows(self, x: Tensor) -> Tensor:
@@ -179,8 +197,9 @@ class LayerExperts:
         lane, rows = self.lane, x.shape[0]
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         if rows:
-            staging = lane.staging(rows)
-            lane.native.collect(lane.stream(), lane.call(staging, self.layer, rows), out.data_ptr())
+            with lane.on_device():
+                staging = lane.staging(rows)
+                lane.native.collect(lane.stream(), lane.call(staging, self.layer, rows), out.data_ptr())
             if lane.device.type == "cpu":
                 lane.native.synchronize(0)
         return out

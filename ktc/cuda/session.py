@@ -68,9 +68,8 @@ class CudaSession:
         self._taken = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._logits = torch.zeros(self.vocab, dtype=torch.float32, pin_memory=pinned)
         self._graph: Any = None
-        self._captured = graph and self.device.type == "cuda"
         self._warm_up()
-        if self._captured:
+        if graph and self.device.type == "cuda":
             self._capture()
         self.n_deferred = self._choose(n_deferred, n_skipped)
 
@@ -109,12 +108,13 @@ class CudaSession:
 
     @torch.inference_mode()
     def _prefill_chunk(self, tokens: NDArray[np.int64], rows: int) -> NDArray[np.float32]:
-        ids = torch.from_numpy(tokens).to(self.device)
-        end = self.position + len(tokens)
-        positions = torch.arange(self.position, end, device=self.device)
-        logits = self._forward(ids, positions, end, rows)  # [rows, V]
-        out: NDArray[np.float32] = logits.float().cpu().numpy()
-        self.lane.synchronize()
+        with self.lane.on_device():
+            ids = torch.from_numpy(tokens).to(self.device)
+            end = self.position + len(tokens)
+            positions = torch.arange(self.position, end, device=self.device)
+            logits = self._forward(ids, positions, end, rows)  # [rows, V]
+            out: NDArray[np.float32] = logits.float().cpu().numpy()
+            self.lane.synchronize()
         return out
 
     def decode(self, token: int) -> NDArray[np.float32]:
@@ -126,10 +126,11 @@ class CudaSession:
         self._check(np.array([token]))
         self._given[0], self._given[1] = token, self.position
         try:
-            if self._graph is not None:
-                self._graph.replay()
-            else:
-                self._step()
+            with self.lane.on_device():
+                if self._graph is not None:
+                    self._graph.replay()
+                else:
+                    self._step()
         except BaseException:
             self._abandon()
             raise
@@ -190,13 +191,14 @@ class CudaSession:
             self._step()
             self.lane.synchronize()
             return
-        side: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self._step()
-            self.lane.synchronize()
-        torch.cuda.current_stream(self.device).wait_stream(side)
+        with self.lane.on_device():
+            side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(2):
+                    self._step()
+                self.lane.synchronize()
+            torch.cuda.current_stream().wait_stream(side)
 
     def _capture(self) -> None:
         """
@@ -205,7 +207,7 @@ class CudaSession:
         """
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with self.lane.on_device(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._kept = self._step()
         except RuntimeError as error:
             raise KtcError(

@@ -103,9 +103,17 @@ def test_q7_quantised_linears_agree_with_the_cpu_device(open_lane: Any, lane_bun
 
 @torch.no_grad()
 def test_generate_of_hugging_face_works(open_lane: Any, hf: Any) -> None:
+    """Also after a session, which runs in inference mode: buffers must not become its own."""
     ids = random_ids(1, 9, seed=6)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(open_lane("qwen3_moe").generate(ids, **options), hf("qwen3_moe").generate(ids, **options))
+    model, want = open_lane("qwen3_moe"), hf("qwen3_moe").generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options), want)
+    run(CudaSession(model), ids[0].numpy(), 6)
+    assert torch.equal(model.generate(ids, **options), want)
+    long = random_ids(1, 200, seed=6)
+    model.ktc_lane._many = model.ktc_lane._stage(3)  # staging that has to grow
+    assert error(model(long).logits, hf("qwen3_moe")(long).logits) < 1e-4
+    assert torch.equal(model.generate(ids, **options), want)
 
 
 # ---- Expert Deferral -----------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from ktc.cli.graph_options import graph_options, load_native, wants_graph
 
 
 class BundleOrKernels(click.Command):
-    """`ktc bench BUNDLE`, and `ktc bench kernels` as a command of its own (a bundle of that name: `./kernels`)."""
+    """`ktc bench BUNDLE`, and `ktc bench kernels` and `ktc bench emulate` as commands of their own (bundles of these
+    names: `./kernels`). A bundle on an emulated device is another measurement too."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -22,10 +23,23 @@ class BundleOrKernels(click.Command):
             from ktc.cli.bench_kernels_cmd import command as kernels
 
             return kernels.make_context(f"{info_name} kernels", args[1:], parent, **extra)
+        if args and args[0] == "emulate":
+            from ktc.cli.bench_emulate_cmd import command as emulate
+
+            return emulate.make_context(f"{info_name} emulate", args[1:], parent, **extra)
+        if any(arg == "--device" or arg.startswith("--device=") for arg in args):
+            from ktc.cli.bench_emulate_cmd import bundle_command
+
+            return bundle_command.make_context(info_name, args, parent, **extra)
         return super().make_context(info_name, args, parent, **extra)
 
 
-@click.command("bench", cls=BundleOrKernels, epilog="ktc bench kernels --help: the expert kernels alone.")
+@click.command(
+    "bench",
+    cls=BundleOrKernels,
+    epilog="ktc bench kernels --help: the expert kernels alone. ktc bench emulate --help, and ktc bench BUNDLE --device"
+    " emulate:PROFILE --help: deferral against a device that is only timed.",
+)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("-p", "--prompt", type=click.IntRange(min=0), default=512, show_default=True, help="Prompt tokens.")
 @click.option("-n", "--decode", type=click.IntRange(min=0), default=128, show_default=True, help="Decoded tokens.")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ktc.cli.emulate_options import device_options, finish_emulated, load_emulated
 from ktc.cli.engine_options import engine_options, load_model
 from ktc.cli.graph_options import graph_options, load_native, wants_graph
 from ktc.cuda.device import wants_cuda
@@ -38,6 +39,7 @@ _HELP = "/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an 
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @graph_options
+@device_options
 @engine_options
 def command(
     bundle: Path,
@@ -59,6 +61,8 @@ def command(
     context: int | None,
     n_deferred: int | None,
     n_skipped: int,
+    device: str | None,
+    trace: Path | None,
     **options: Any,
 ) -> int:
     """Generate text from BUNDLE.
@@ -73,6 +77,8 @@ def command(
         raise KtcError("the prompt is empty", "give some text with -p, -f or on stdin")
     if text is None and as_json:
         raise click.UsageError("--json needs a prompt: -p, -f or stdin")
+    if trace is not None and device is None:
+        raise click.UsageError("--trace needs --device emulate:PROFILE")
 
     from ktc.engine.sampling import SamplingOptions
 
@@ -85,7 +91,13 @@ def command(
     }
     SamplingOptions.from_config(None, **given)  # complain before the weights are read
     make_generator: Callable[[Any, Any], TextGenerator]
-    if wants_cuda(bundle):
+    if device is not None:
+        from ktc.native.generate import NativeGenerator as make_generator
+        from ktc.native.tokenizer import load_tokenizer
+
+        options |= {"graph": graph, "context": context, "n_deferred": n_deferred, "n_skipped": n_skipped}
+        model = load_emulated(bundle, verbose, device, **options)
+    elif wants_cuda(bundle):
         from ktc.cli.cuda_options import load_session
         from ktc.engine.chat import load_tokenizer
         from ktc.native.generate import NativeGenerator as make_generator
@@ -123,6 +135,8 @@ def command(
     finally:
         if verbose:
             _print_kernels(model)
+        if device is not None:
+            finish_emulated(model, trace)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str | None:

@@ -71,9 +71,11 @@ class EmulatedLane:
         self.graph, self.plan, self.context = graph, plan, context
         self._native: Any = None
         blocks = block_nodes(graph.program)
+        submits = [n for n in graph.program.nodes if n.op == "moe_submit"]
+        self._planned = max(int(n.params.get("n_deferred", 0)) for n in submits)
         self.retime(hardware)  # complains about the profile first
         self._native = _runtime.EmulatedLane(graph.native, graph.pool, blocks)
-        self._deferred: list[int] = []  # of each record
+        self._deferred: list[int | None] = []  # of each record
         self._set_times()
 
     def retime(self, hardware: Hardware, context: int | None = None) -> None:
@@ -88,8 +90,11 @@ class EmulatedLane:
     def _set_times(self) -> None:
         self._native.set_times([block.times() for block in self.script.blocks], self.script.tail_ns())
 
-    def record(self, token: int, position: int, deferred: int) -> tuple[int, NDArray[np.float32]]:
-        """A real decode step, with so many deferred experts. Returns the number of its record and f32 logits [vocab].
+    def record(self, token: int, position: int, deferred: int | None) -> tuple[int, NDArray[np.float32]]:
+        """A real decode step. Returns the number of its record and its logits, f32 [vocab].
+
+        Args:
+            deferred: experts deferred per MoE layer; None = what the program says.
 
         Raises:
             KtcError: fewer than two experts would stay immediate. IndexError: the context is full.
@@ -121,7 +126,7 @@ class EmulatedLane:
         end = (raw["end"] - int(raw["blocks"][0][0])) * 1e-9
         window, layers_spanned = steady_window(slices)
         row = Row(
-            deferred=self._deferred[number],
+            deferred=self._planned if (asked := self._deferred[number]) is None else asked,
             layer_seconds=(window[1] - window[0]) / layers_spanned,
             token_seconds=end,
             layer=use(slices, window),

@@ -23,7 +23,7 @@ def render(sweep: Sweep, title: str) -> str:
     lines = [
         title,
         f"device: {device}, emulated"
-        + (f", {sweep.factor:.3g} times as slow" if sweep.factor != 1 else "")
+        + (f", its times multiplied by {sweep.factor:.3g}" if sweep.factor != 1 else "")
         + f"; experts: {sweep.threads} threads, {sweep.expert_seconds * 1e3:.3f} ms a layer at K = 0",
         f"decode, one sequence, device timed for {sweep.context} tokens in the cache; medians of"
         f" {sweep.repeats} replays of {sweep.steps} steps",

@@ -215,6 +215,7 @@ def open_native(
     n_skipped: int = 0,
     isa: str = "",
     check_memory: bool = True,
+    caller_works: bool = True,
 ) -> NativeModel:
     """Open a bundle for native replay.
 
@@ -225,6 +226,7 @@ def open_native(
         n_deferred: experts deferred per MoE layer while decoding; None = what the recipe says.
         n_skipped: lowest experts dropped while decoding (for comparison).
         isa: force the operators' instruction set.
+        caller_works: see `ktc.engine.pool.get_pool`.
         check_memory: refuse up front what does not fit in memory.
     Raises:
         BundleError, BuildError, UnsupportedModelError, KtcError: see the parts.
@@ -252,7 +254,7 @@ def open_native(
     except RuntimeError as error:
         raise BuildError(f"kernel library {library}: {error}") from error
     placement = pools.place(_runtime.numa_nodes(), bundle.plan.nodes, threads, emulate_nodes)
-    pool = pools.get_pool(placement)
+    pool = pools.get_pool(placement, caller_works)
     degraded += pool.warnings()
     context = min(context or DEFAULT_CONTEXT, program.context)
     total = sum(ref.nbytes for ref in wanted_tensors(bundle, program).values())

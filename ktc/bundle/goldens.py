@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ktc.bundle.reader import Bundle, TensorTable
 from ktc.bundle.reference import run_moe
+from ktc.errors import BundleError
 from ktc.layout import MatrixLayout
 from ktc.pack.experts import PackedExpert, join_expert
 from ktc.pack.matrix import PackedMatrix
@@ -156,14 +157,18 @@ def write_goldens(
 
 
 def read_moe_goldens(bundle: Bundle) -> list[MoeGolden]:
-    """The layer cases of a bundle."""
+    """The layer cases of a bundle.
+
+    Raises:
+        BundleError: the manifest names a case that goldens.safetensors does not hold.
+    """
     goldens = bundle.manifest["goldens"]
     out = []
     for entry in goldens["moe"] if goldens else ():
-        x, ids, weights, y = (
-            np.array(bundle.tensors[None, f"{entry['module']}.golden.{name}"].array())
-            for name in ("x", "ids", "weights", "y")
-        )
+        names = [f"{entry['module']}.golden.{name}" for name in ("x", "ids", "weights", "y")]
+        if missing := [name for name in names if (None, name) not in bundle.tensors]:
+            raise BundleError(f"{bundle.path}: goldens of {entry['module']}: no tensor {missing[0]}")
+        x, ids, weights, y = (np.array(bundle.tensors[None, name].array()) for name in names)
         out.append(MoeGolden(entry["module"], x, ids, weights, y, float(entry["tolerance"])))
     return out
 

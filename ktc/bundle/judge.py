@@ -115,7 +115,11 @@ def _kernels(bundle: Bundle, host: Host, trust_sha256: Sequence[str]) -> Part:
             f"{why}; it is built from ktc's own templates at first use",
             f"ktc run {bundle.path} builds it once",
         )
-    trust = f", or vouch for the one in the bundle: --trust-kernel {shipped[best]['sha256']}" if best in shipped else ""
+    better = usable[: usable.index(ready[0])] if ready else usable
+    foreign = next((shipped[v] for v in better if v in shipped), None)
+    trust = ""
+    if foreign:
+        trust = f", or vouch for the {foreign['variant']} one in the bundle: --trust-kernel {foreign['sha256']}"
     fix = f"install g++{trust}"
     if ready:
         return Part("kernels", "RUNS_SLOWER", f"{ready[0]} kernels; {best} needs a compiler, and none is here", fix)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import math
 import os
 import re
@@ -104,10 +105,27 @@ class Bundle:
         entry = self.files.get(name)
         if entry is None:
             raise BundleError(f"{self.path}: no {name} in this bundle")
-        data = (self.path / name).read_bytes()
+        try:
+            data = (self.path / name).read_bytes()
+        except OSError as error:
+            raise BundleError(f"cannot read {self.path / name}: {error.strerror}") from error
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             raise BundleError(f"{self.path / name}: its bytes are not those the manifest lists", _DAMAGED)
         return data
+
+    def read_object(self, name: str) -> dict[str, Any]:
+        """The JSON object in a small file.
+
+        Raises:
+            BundleError: as `read`, or it holds something else.
+        """
+        try:
+            value = json.loads(self.read(name))
+        except (ValueError, RecursionError) as error:
+            raise BundleError(f"{self.path / name}: not valid JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise BundleError(f"{self.path / name}: not a JSON object")
+        return value
 
     def check_hash(self, name: str) -> None:
         """Hash one file of any size.
@@ -116,7 +134,10 @@ class Bundle:
             BundleError: its bytes are not those of the manifest.
         """
         entry = self.files[name]
-        digest = hash_file(self.path / name)
+        try:
+            digest = hash_file(self.path / name)
+        except OSError as error:
+            raise BundleError(f"cannot read {self.path / name}: {error.strerror}") from error
         if digest.sha256 != entry["sha256"] or digest.size != entry["size"]:
             raise BundleError(
                 f"{self.path / name}: sha256 {digest.sha256[:16]}... is not the manifest's {entry['sha256'][:16]}...",
@@ -170,7 +191,11 @@ def _read_manifest(root: Path) -> dict[str, Any]:
         )
     if file.stat().st_size > fmt.MAX_MANIFEST_BYTES:
         raise BundleError(f"{file}: larger than a manifest may be")
-    manifest = fmt.parse(file.read_bytes(), str(file))
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise BundleError(f"cannot read {file}: {error.strerror}") from error
+    manifest = fmt.parse(data, str(file))
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if not isinstance(version, dict) or type(major := version.get("major")) is not int:
         raise BundleError(f"{file}: no format version; this is not a ktc bundle")
@@ -207,6 +232,10 @@ def check_relative(name: str, what: str) -> None:
         raise BundleError(f"{what}: path {name!r} leads out of the bundle or is not a plain relative path")
 
 
+def _unreadable(error: OSError) -> None:
+    raise BundleError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
 def _check_files(bundle: Bundle) -> None:
     root, listed = bundle.path, bundle.files
     if len(listed) != len(bundle.manifest["files"]):
@@ -214,7 +243,7 @@ def _check_files(bundle: Bundle) -> None:
     for name in listed:
         check_relative(name, str(root / fmt.MANIFEST))
     present: set[str] = set()
-    for folder, dirs, names in os.walk(root):
+    for folder, dirs, names in os.walk(root, onerror=_unreadable):
         for name in dirs + names:
             path = Path(folder, name)
             relative = path.relative_to(root).as_posix()

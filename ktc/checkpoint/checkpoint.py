@@ -64,7 +64,13 @@ def read_config(checkpoint: str | Path) -> dict[str, Any]:
 
 def _config_of(path: Path) -> dict[str, Any]:
     file = path if path.is_file() else path / "config.json"
-    if not file.is_file():
+    try:
+        found = file.is_file()
+        if path.is_dir():
+            next(path.iterdir(), None)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if not found:
         if (path / "manifest.json").is_file() and (path / "plan.json").is_file():
             raise CheckpointError(f"{path} is a bundle, not a checkpoint", hint=f"run it: ktc run {path}")
         raise CheckpointError(f"{path} has no config.json", hint="give the directory of a Hugging Face checkpoint")

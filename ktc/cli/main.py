@@ -88,6 +88,7 @@ def cli() -> None:
 
 def main(args: list[str] | None = None) -> NoReturn:
     """Run the command line and exit. `KTC_DEBUG=1` adds the traceback of any error."""
+    _open_closed_streams()
     try:
         code = _run(sys.argv[1:] if args is None else args)
         sys.stdout.flush()
@@ -96,6 +97,16 @@ def main(args: list[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:  # while an error was being printed
         code = EXIT_INTERRUPTED
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Started with `<&-`, `>&-` or `2>&-`: read nothing, write nowhere, and let no other file get that descriptor."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:  # something else has taken it since
+                os.close(descriptor)
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115 (for the whole run)
 
 
 def _run(args: list[str]) -> int:

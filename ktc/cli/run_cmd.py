@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from ktc.engine.generate import Generation, TextGenerator
 
 EXIT_INTERRUPTED = 130
+_SURROGATE = re.compile("[\ud800-\udfff]")  # what Python makes of bytes that it cannot decode
 _HELP = "/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
@@ -72,7 +75,10 @@ def command(
     """
     if prompt is not None and file is not None:
         raise click.UsageError("give either --prompt or --file")
-    text = _prompt(prompt, file)
+    if "" in stop:
+        raise click.UsageError("--stop needs a text")
+    text = _prompt(_utf8(prompt), file)
+    system, stop = _utf8(system), tuple(_utf8(s) or s for s in stop)
     if text is not None and not text:
         raise KtcError("the prompt is empty", "give some text with -p, -f or on stdin")
     if text is None and as_json:
@@ -90,6 +96,10 @@ def command(
         "seed": seed,
     }
     SamplingOptions.from_config(None, **given)  # complain before the weights are read
+    if (bundle / "model").is_dir():
+        from ktc.engine.chat import require_tokenizer
+
+        require_tokenizer(bundle / "model")
     make_generator: Callable[[Any, Any], TextGenerator]
     if device is not None:
         from ktc.native.generate import NativeGenerator as make_generator
@@ -137,6 +147,17 @@ def command(
             _print_kernels(model)
         if device is not None:
             finish_emulated(model, trace)
+
+
+def _utf8(argument: str | None) -> str | None:
+    """An argument of the command line as text. Bytes that the locale could not decode are taken for UTF-8."""
+    if argument is None or argument.isascii():
+        return argument
+    try:
+        return os.fsencode(argument).decode("utf-8") if _SURROGATE.search(argument) else argument
+    except UnicodeDecodeError as error:
+        shown = argument.encode("utf-8", "backslashreplace").decode()
+        raise KtcError(f"the text {shown[:80]!r} is not UTF-8: byte {error.start}", "convert it with iconv") from error
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str | None:

@@ -31,7 +31,7 @@ def cache_dir() -> Path:
         base = Path(root)
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "ktc"
-    path = base / "kernels"
+    path = base.absolute() / "kernels"  # compilers run elsewhere
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = path.stat()

@@ -40,12 +40,17 @@ class Compiler:
                 f"{self.command[0]} could not compile {source.name}:\n  {shown}",
                 f"KTC_DEBUG=1 keeps the source; the command was: {shlex.join(command)}",
             )
+        if not output.is_file():
+            raise BuildError(f"{shlex.join(self.command)} reported success and wrote no library", _HINT)
 
 
 def find_compiler() -> Compiler:
     """`$CXX`, else g++, c++, clang++. Raises BuildError with a hint when there is none that works."""
-    if given := os.environ.get("CXX"):
-        return _probe(tuple(shlex.split(given)))
+    if given := os.environ.get("CXX", "").strip():
+        try:
+            return _probe(tuple(shlex.split(given)))
+        except ValueError as error:
+            raise BuildError(f"CXX={given!r} is no command: {error}", _HINT) from error
     for name in ("g++", "c++", "clang++"):
         if shutil.which(name):
             return _probe((name,))

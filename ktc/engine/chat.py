@@ -14,10 +14,12 @@ from ktc.errors import KtcError
 Message = dict[str, str]
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The Hugging Face tokenizer in `folder` (a bundle's `model/`). Never runs code from it, never goes online."""
-    from transformers import AutoTokenizer
+def require_tokenizer(folder: Path) -> None:
+    """Say at once, before any weights are read, that there is no tokenizer.
 
+    Raises:
+        KtcError: `folder` (a bundle's `model/`) holds none.
+    """
     if not any(
         (folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
     ):
@@ -25,6 +27,13 @@ def load_tokenizer(folder: Path) -> Any:
             f"no tokenizer in {folder}",
             "the checkpoint had none; put its tokenizer files beside config.json and compile again",
         )
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The Hugging Face tokenizer in `folder` (a bundle's `model/`). Never runs code from it, never goes online."""
+    require_tokenizer(folder)
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:

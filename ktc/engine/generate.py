@@ -157,7 +157,7 @@ class TextGenerator:
         ids: list[int] = []
         steps = 0
         reason: FinishReason = "length"
-        with interruptible() as interrupted:
+        with interruptible() as interrupted, self._fresh_after_errors():
             started = time.perf_counter()
             reused, logits = self._prefill(prompt, interrupted)
             prefilled = time.perf_counter()
@@ -192,6 +192,15 @@ class TextGenerator:
                 reason = "stop"
         timings = Timings(len(prompt), reused, prefilled - started, len(ids), steps, ended - prefilled)
         return Generation("".join(pieces), ids, reason, timings, None if sampler.options.greedy else sampler.seed)
+
+    @contextlib.contextmanager
+    def _fresh_after_errors(self) -> Iterator[None]:
+        """What a failed step or NaN logits left in the cache must not be reused by the next call."""
+        try:
+            yield
+        except Exception:
+            self.reset()
+            raise
 
     def _check(self, prompt: list[int]) -> None:
         if not prompt:
@@ -247,9 +256,16 @@ class TextGenerator:
 
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    """End-of-sequence ids: the generation config's, else the config's, else the tokenizer's."""
+    """End-of-sequence ids: the generation config's, else the config's, else the tokenizer's.
+
+    Raises:
+        KtcError: what the model's files say is no token id.
+    """
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         found = getattr(holder, "eos_token_id", None)
         if found is not None:
-            return frozenset(int(i) for i in (found if isinstance(found, list | tuple) else [found]))
+            ids = found if isinstance(found, list | tuple) else [found]
+            if not all(isinstance(i, int) or (isinstance(i, float) and i.is_integer()) for i in ids):
+                raise KtcError(f"the model's configuration: eos_token_id is {found!r}, not token ids")
+            return frozenset(int(i) for i in ids)
     return frozenset()

@@ -7,7 +7,6 @@ what is left is checked and reported. Not here: generating text (generate.py).
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,7 +147,7 @@ def _build(bundle: Bundle, kernels: Kernels, bind: bool, check_memory: bool) -> 
     from ktc.engine.weights import check_memory as refuse_too_large
     from ktc.models.registry import family_for, hf_config, meta_model
 
-    config = hf_config(json.loads(bundle.read("model/config.json")))
+    config = hf_config(bundle.read_object("model/config.json"))
     family = family_for(config)
     model = meta_model(config)
     build.replace_modules(model, bundle.plan, family)
@@ -178,4 +177,4 @@ def set_generation_config(model: Any, bundle: Bundle) -> None:
     if "model/generation_config.json" in bundle.files:
         from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_dict(json.loads(bundle.read("model/generation_config.json")))
+        model.generation_config = GenerationConfig.from_dict(bundle.read_object("model/generation_config.json"))

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from ktc.errors import KtcError
 
+_OVERRULE = "overrule it with --temperature, --top-p, --top-k, --min-p or --greedy"
+
 
 @dataclass(frozen=True)
 class SamplingOptions:
@@ -58,14 +60,23 @@ class SamplingOptions:
         Args:
             generation_config: a `transformers.GenerationConfig` or None.
             given: values the user set; None = not set.
+        Raises:
+            KtcError: a value that makes no sense, the user's or the model's.
         """
         values: dict[str, Any] = {}
         if generation_config is not None and getattr(generation_config, "do_sample", False):
             values = {"temperature": 1.0, "top_p": 1.0}
             for name in ("temperature", "top_k", "top_p", "min_p"):
                 value = getattr(generation_config, name, None)
-                if value is not None:
-                    values[name] = value
+                if value is None or given.get(name) is not None:
+                    continue
+                if isinstance(value, bool) or not isinstance(value, int | float):
+                    raise KtcError(f"the model's generation_config.json: {name} is {value!r}", _OVERRULE)
+                values[name] = max(0, int(value)) if name == "top_k" else value  # -1 is a spelling of "all"
+            try:
+                cls(**values)
+            except KtcError as error:
+                raise KtcError(f"the model's generation_config.json: {error.message}", _OVERRULE) from error
         values.update({name: value for name, value in given.items() if value is not None})
         return cls(**values)
 

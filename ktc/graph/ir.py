@@ -9,7 +9,7 @@ language: an operator is one of `OPERATORS`, each of which is one fused native n
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 FORMAT_VERSION = 1
 
@@ -153,12 +153,14 @@ class Program:
         """Inverse of to_json.
 
         Raises:
-            ValueError: another format version.
+            ValueError: another format version, or a field that is not of its type.
         """
+        if not isinstance(data, dict):
+            raise ValueError("not a graph")
         if data.get("format_version") != FORMAT_VERSION:
             raise ValueError(f"graph format {data.get('format_version')} is not {FORMAT_VERSION}")
         tuples = ("inputs", "outputs", "states")
-        return cls(
+        made = cls(
             **{
                 **data,
                 "buffers": tuple(Buffer(**b) for b in data["buffers"]),
@@ -168,3 +170,32 @@ class Program:
                 "notes": tuple(data["notes"]),
             }
         )
+        made._check_types()
+        return made
+
+    def _check_types(self) -> None:
+        """Everything has the type that the class says; what the values mean is verify.py's and the executor's."""
+        whole = [self.hidden, self.vocab, self.context]
+        numbers: list[Any] = [v for vector in self.constants.values() for v in vector]
+        texts = [self.model_type, *self.constants, *self.notes]
+        for buffer in self.buffers:
+            whole += [buffer.id, buffer.cols]
+            texts.append(buffer.name)
+            if buffer.rows not in get_args(Rows) or buffer.dtype not in get_args(BufferType):
+                raise ValueError(f"buffer {buffer.id!r} has rows {buffer.rows!r} of {buffer.dtype!r}")
+        for state in self.states:
+            whole += [state.id, state.floats_per_position]
+            texts.append(state.name)
+        for node in self.nodes:
+            whole += [*node.inputs, *node.outputs, *node.states]
+            numbers += node.params.values()
+            texts += [node.op, node.name, node.module, *node.params, *node.weights, *node.weights.values()]
+        for count in whole:
+            if type(count) is not int or not 0 <= count < 1 << 40:
+                raise ValueError(f"{count!r} where a count or an id belongs")
+        for number in numbers:
+            if type(number) not in (int, float):
+                raise ValueError(f"{number!r} where a number belongs")
+        for text in texts:
+            if not isinstance(text, str):
+                raise ValueError(f"{text!r} where a name belongs")

@@ -35,7 +35,7 @@ class NativeTokenizer:
     def __init__(self, folder: Path) -> None:
         """
         Raises:
-            NeedsTransformers: no tokenizer.json, or a class with rules of its own.
+            NeedsTransformers: no tokenizer.json, or a class with rules of its own. KtcError: it is damaged.
         """
         from tokenizers import Tokenizer
 
@@ -45,7 +45,10 @@ class NativeTokenizer:
         kinds = {k.removesuffix("Fast") for k in READ_AS_THEY_ARE}
         if not file.exists() or kind not in kinds or self._adds_tokens():
             raise NeedsTransformers(f"the tokenizer in {folder} needs transformers")
-        self.core: Tokenizer = Tokenizer.from_file(str(file))
+        try:
+            self.core: Tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises nothing more special
+            raise KtcError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
         self.added = {t.content: bool(t.special) for t in self.core.get_added_tokens_decoder().values()}
         self.chat_template = self._template(folder)
         self.eos_token_id = self._id("eos_token")

@@ -59,6 +59,15 @@ def test_without_a_compiler_a_trusted_lesser_variant_runs_slower(kernels_copy: P
     assert kernels.fix == "install g++"
 
 
+def test_a_lesser_library_of_the_bundle_may_be_vouched_for(kernels_copy: Path, another_machine: Path) -> None:
+    bundle = open_bundle(kernels_copy)  # it ships the portable library only
+    host = replace(this_host(), compiler=None, features=frozenset({"avx2", "fma", "f16c"}))
+    kernels = part(verdict(bundle, host=host), "kernels")
+    digest = bundle.manifest["kernels"][0]["sha256"]
+    assert kernels.level == "UNSUPPORTED"
+    assert kernels.fix == f"install g++, or vouch for the portable one in the bundle: --trust-kernel {digest}"
+
+
 def test_without_trust_and_compiler_it_is_unsupported_and_says_how_to_vouch(
     kernels_copy: Path, another_machine: Path, plain: Host
 ) -> None:

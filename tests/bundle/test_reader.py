@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -86,6 +87,18 @@ def test_a_symbolic_link_to_a_folder_is_refused(bundle_copy: Path, tmp_path: Pat
     shutil.move(bundle_copy / "weights", tmp_path / "weights")
     (bundle_copy / "weights").symlink_to(tmp_path / "weights")
     refused(bundle_copy, "weights is a symbolic link")
+
+
+def test_a_folder_that_may_not_be_read_is_not_called_damaged(bundle_copy: Path, monkeypatch) -> None:
+    real = os.scandir
+
+    def scandir(path: str) -> object:
+        if str(path).endswith("weights"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    refused(bundle_copy, r"cannot read .*weights: Permission denied")
 
 
 def test_a_pipe_is_refused(bundle_copy: Path) -> None:

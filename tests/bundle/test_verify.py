@@ -11,6 +11,7 @@ import pytest
 from ktc.bundle import open_bundle
 from ktc.bundle.goldens import golden_input, make_moe_golden, read_moe_goldens, relative_error, uniform
 from ktc.bundle.verify import verify
+from ktc.errors import BundleError
 from tests.bundle.conftest import edit_manifest, relist
 
 EXPERTS = "weights/experts/node0/L001.safetensors"
@@ -86,6 +87,15 @@ def test_a_shard_that_is_no_safetensors_file(bundle_copy: Path) -> None:
     path.write_bytes(b"\xff" * path.stat().st_size)
     relist(bundle_copy, EXPERTS)
     assert any("not a safetensors file" in fault for fault in verify(open_bundle(bundle_copy)).faults)
+
+
+def test_goldens_that_are_not_there(bundle_copy: Path) -> None:
+    edit_manifest(bundle_copy, lambda m: m["goldens"].update(logits={"tolerance": 0.02}))
+    found = verify(open_bundle(bundle_copy), variant="portable").faults
+    assert found == ["goldens: the logits that the manifest names are not there"]
+    edit_manifest(bundle_copy, lambda m: m["goldens"]["moe"][0].update(module="model.layers.9.mlp"))
+    with pytest.raises(BundleError, match=r"goldens of model\.layers\.9\.mlp: no tensor"):
+        verify(open_bundle(bundle_copy), variant="portable")
 
 
 def test_every_fault_is_reported_at_once(bundle_copy: Path) -> None:

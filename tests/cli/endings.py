@@ -26,6 +26,12 @@ def command(how: str) -> int | None:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "internal.so")
     if how == "long-name":
         raise OSError(errno.ENAMETOOLONG, "File name too long", "a" * 5000)
+    if how == "no-runtime":
+        raise ImportError("cannot import name '_runtime' from 'ktc'", name="ktc")
+    if how == "no-package":
+        raise ModuleNotFoundError("No module named 'jinja2'", name="jinja2")
+    if how == "wrong-import":
+        raise ModuleNotFoundError("No module named 'ktc.nothing'", name="ktc.nothing")
     if how == "memory":
         raise MemoryError
     if how == "code":

@@ -143,6 +143,42 @@ def test_faults_of_the_machine_are_no_bugs(capsys: pytest.CaptureFixture[str]) -
     assert "out of memory" in capsys.readouterr().err
 
 
+def test_what_an_installation_lacks_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("end", "no-runtime") == 1
+    assert "the native runtime cannot be loaded" in capsys.readouterr().err
+    assert run("end", "no-package") == 1
+    assert capsys.readouterr().err.endswith("package jinja2 is not installed\n  hint: pip install jinja2\n")
+    assert run("end", "wrong-import") == 70
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "012"])
+def test_closed_streams_are_no_fault(closed: str) -> None:
+    code = ENDINGS + "main(['plan', 'no such checkpoint'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        preexec_fn=lambda: [os.close(int(n)) for n in closed],  # type: ignore[arg-type,return-value]
+        timeout=120,
+    )
+    assert done.returncode == 3
+    assert b"Traceback" not in done.stderr and (b"ktc: error: " in done.stderr) == ("2" not in closed)
+
+
+def test_an_interrupt_during_the_first_imports_is_quiet() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'click':\n            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from ktc.__main__ import main\nmain()\n"
+    )
+    _, err = (running := process(code)).communicate(timeout=120)
+    assert (running.returncode, err) == (130, "")
+
+
 def test_a_command_may_return_its_exit_code() -> None:
     assert run("end", "code") == 6
     assert run("end", "nothing") == 0

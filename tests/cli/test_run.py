@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from ktc.cli.run_cmd import command
 from ktc.errors import KtcError
+from tests.bundle.conftest import relist
 from tests.tiny import make_tiny
 
 LONG = 100_000  # context of the long bundle: it never runs full by itself
@@ -112,6 +114,7 @@ def test_a3_a_full_context_is_said(short_bundle: Path) -> None:
         (("-p", "x", "-f", "y"), "either --prompt or --file"),
         (("-p", "x", "--variant", "sse9"), "sse9"),
         (("-p", "x", "--trust-kernel", "yes"), "not a sha256"),
+        (("-p", "x", "--stop", ""), "--stop needs a text"),
     ],
 )
 def test_wrong_options_are_named(arguments: tuple[str, ...], message: str, short_bundle: Path) -> None:
@@ -125,6 +128,47 @@ def test_bytes_that_are_no_text_are_refused(short_bundle: Path, tmp_path: Path) 
     file.write_bytes(b"caf\xe9")
     result = run(short_bundle, "-f", file)
     assert "not UTF-8: byte 3" in str(result.exception)
+
+
+def test_arguments_that_are_no_text_are_refused(short_bundle: Path) -> None:
+    result = run(short_bundle, "-p", "caf\udce9")  # what Python makes of the byte 0xe9
+    assert "is not UTF-8: byte 3" in str(result.exception)
+
+
+def test_arguments_that_the_locale_could_not_decode(short_bundle: Path) -> None:
+    options = ("--greedy", "--max-tokens", 3, "--json")
+    plain = json.loads(ok(run(short_bundle, "-p", "é", *options)).stdout)
+    escaped = json.loads(ok(run(short_bundle, "-p", "é".encode().decode("ascii", "surrogateescape"), *options)).stdout)
+    assert plain["ids"] == escaped["ids"] and plain["timings"]["prompt_tokens"] == 3
+
+
+def test_without_a_tokenizer_no_weights_are_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ktc.cli import run_cmd
+
+    bundle = compiled(folder, "mute")
+    for name in ("load_model", "load_native"):
+        monkeypatch.setattr(run_cmd, name, None)
+    assert "no tokenizer in" in str(run(bundle, "-p", "x").exception)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"do_sample": True, "temperature": "hot"}, "generation_config.json: temperature is 'hot'"),
+        ({"do_sample": True, "top_p": 0}, "generation_config.json: top-p must be in"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
+    ],
+)
+@pytest.mark.parametrize("graph", ["on", "off"])
+def test_settings_of_the_model_that_make_no_sense(
+    short_bundle: Path, tmp_path: Path, settings: dict[str, object], message: str, graph: str
+) -> None:
+    bundle = Path(shutil.copytree(short_bundle, tmp_path / "odd.ktc"))
+    (bundle / "model/generation_config.json").write_text(json.dumps(settings))
+    relist(bundle, "model/generation_config.json")
+    assert message in str(run(bundle, "-p", "x", "--max-tokens", 2, "--graph", graph).exception)
+    if "do_sample" in settings:
+        ok(run(bundle, "-p", "x", "--max-tokens", 2, "--graph", graph, "--temperature", 1, "--top-p", 1))
 
 
 def test_verbose_says_what_runs_where(short_bundle: Path) -> None:

@@ -173,6 +173,29 @@ def test_no_compiler(cache_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path:
         build_variants(SPECS, ["portable"])
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [('"g++', "is no command: No closing quotation"), ("{}/silent", "reported success and wrote no library")],
+)
+def test_a_cxx_that_is_no_compiler(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str, message: str
+) -> None:
+    (tmp_path / "silent").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "silent").chmod(0o755)
+    monkeypatch.setenv("CXX", command.format(tmp_path))
+    with pytest.raises(BuildError, match=message):
+        build_variants(SPECS, ["portable"])
+    assert not [p for p in cache_dir.glob("*") if p.is_dir()]
+
+
+def test_blank_cxx_and_a_relative_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CXX", "  ")
+    monkeypatch.setenv("KTC_CACHE_DIR", "here")
+    lib = build_variants(SPECS, ["portable"])["portable"]
+    assert lib.path.is_relative_to(tmp_path / "here") and lib.path.is_file()
+
+
 def test_unknown_variant_and_unwritable_cache(cache_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="unknown kernel variant 'sse9'"):
         build_variants(SPECS, ["sse9"])

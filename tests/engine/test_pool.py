@@ -52,7 +52,7 @@ def test_more_threads_than_the_system_gives(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("cannot start worker thread: Resource temporarily unavailable")
 
     monkeypatch.setattr(_runtime, "Pool", refuse)
-    with pytest.raises(KtcError, match="cannot start 3 threads: .*unavailable") as caught:
+    with pytest.raises(KtcError, match=r"cannot start 3 threads: .*unavailable") as caught:
         pool.get_pool([[0, 0, 0]])
     assert "--threads" in (caught.value.hint or "")
 

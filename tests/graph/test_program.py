@@ -37,6 +37,31 @@ def test_json_round_trip(family: str) -> None:
         Program.from_json({**json.loads(text), "format_version": 2})
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("context",), "long", "'long' where a count"),
+        (("hidden",), -1, "-1 where a count"),
+        (("buffers", 0, "rows"), -1, "has rows -1"),
+        (("buffers", 0, "dtype"), {}, "of {}"),
+        (("buffers", 0, "cols"), True, "True where a count"),
+        (("states", 0, "floats_per_position"), 1 << 62, "where a count"),
+        (("nodes", 0, "op"), [], "where a name"),
+        (("nodes", 0, "params"), {"scale": "1"}, "'1' where a number"),
+        (("nodes", 2, "inputs"), [1.5], "1.5 where a count"),
+        (("notes",), [3], "3 where a name"),
+    ],
+)
+def test_a_stored_graph_with_odd_types_is_refused(path: tuple, value: object, message: str) -> None:
+    data = json.loads(json.dumps(program_of("deepseek_v3").to_json()))
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    with pytest.raises(ValueError, match=message):
+        Program.from_json(data)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rows", [1, 17])
 def test_arena_never_overlaps_what_is_alive(family: str, rows: int) -> None:

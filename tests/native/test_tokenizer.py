@@ -91,3 +91,9 @@ def test_demo_tokenizer_is_native() -> None:
     native, hf = NativeTokenizer(folder), hf_tokenizer(folder)
     text = (folder / "heldout.txt").read_text()[:5000]
     assert encode_text(native, text) == encode_text(hf, text)
+
+
+def test_a_damaged_tokenizer_is_said(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(KtcError, match=r"the tokenizer in .* cannot be loaded"):
+        load_tokenizer(folder)

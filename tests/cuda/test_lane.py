@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ktc
 from ktc.cuda.session import CudaSession
@@ -114,6 +115,37 @@ def test_generate_of_hugging_face_works(open_lane: Any, hf: Any) -> None:
     model.ktc_lane._many = model.ktc_lane._stage(3)  # staging that has to grow
     assert error(model(long).logits, hf("qwen3_moe")(long).logits) < 1e-4
     assert torch.equal(model.generate(ids, **options), want)
+
+
+class NeedsHost(TorchDispatchMode):
+    """Collects what a CUDA graph cannot capture: values read by the host, sizes that depend on data, host constants."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "lift", "equal", "unique", "bincount")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        name = func.overloadpacket.__name__
+        masks = [i for i in args[1] if i is not None and i.dtype == torch.bool] if name == "index" else []
+        if masks or any(name == f or name.startswith(f"{f}_") for f in self.FORBIDDEN):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "olmoe", "glm4_moe", "minimax_m2", "deepseek_v3_yarn"])
+def test_nothing_in_a_decode_step_needs_the_host(name: str, open_lane: Any) -> None:
+    """What makes capture fail on a GPU, found without one."""
+    session = CudaSession(open_lane(name, "bf16", dtype="bf16"))
+    session.prefill([1, 2, 3])
+    session._given[0], session._given[1] = 5, 3
+    with NeedsHost() as mode:
+        session._step()
+    session.lane.synchronize()
+    assert mode.count > 50 and not mode.seen
 
 
 # ---- Expert Deferral -----------------------------------------------------------------------------------------------

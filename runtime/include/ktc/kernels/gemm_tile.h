@@ -22,7 +22,8 @@ class TileGemm {
  public:
   TileGemm(const ktc_gemm_args& args, int epilogue) : a_(args), side_(args, epilogue) {
     steps_ = S::steps(S::k(args.k));
-    const int64_t chunks = ceil_div(steps_, Shape::kChunkSteps);
+    const int64_t most = Shape::chunk_steps(args.m_end - args.m_begin);
+    const int64_t chunks = ceil_div(steps_, most);
     chunk_steps_ = ceil_div(ceil_div(steps_, chunks), Shape::kGroupSteps) * Shape::kGroupSteps;
     uint8_t* p = static_cast<uint8_t*>(args.scratch);
     panel_[0] = p;
@@ -54,14 +55,17 @@ class TileGemm {
       const uint8_t* b_tiles = S::kFormat == KTC_INT4
                                    ? panel_[which]
                                    : side_.block(chunk.b) + chunk.begin * S::kTilesPerStep * kTile;
-      for (int64_t p = 0; p < pairs; ++p) {
-        side_.share_ahead(p + 1, pairs);
+      const bool back = backwards(chunk), next_back = backwards(next);
+      for (int64_t i = 0; i < pairs; ++i) {
+        side_.share_ahead(i + 1, pairs);
+        const bool last = i + 1 == pairs;
+        const int64_t p = back ? pairs - 1 - i : i;
+        const int64_t then_p = !last ? (back ? p - 1 : p + 1) : next_back ? pairs - 1 : 0;
         const int64_t m = m0 + p * Shape::kPairRows;
         /* What the accumulators hold after this pair: the same sums, those of another pair, or zero. */
-        const Chunk& then = p + 1 < pairs ? chunk : next;
-        const bool fresh = then.begin == 0;
-        const bool stay = pairs == 1 && !fresh;
-        const uint8_t* load = fresh ? nullptr : sums_ + (p + 1 < pairs ? p + 1 : 0) * Shape::kCBytes;
+        const bool fresh = (last ? next : chunk).begin == 0;
+        const bool stay = then_p == p && !fresh;
+        const uint8_t* load = fresh ? nullptr : sums_ + then_p * Shape::kCBytes;
         if (m1 - m > kTileRows) {
           pair<2>(chunk, b_tiles, m, min64(m1 - m, Shape::kPairRows), sums_ + p * Shape::kCBytes, load, stay);
         } else {
@@ -74,6 +78,11 @@ class TileGemm {
     side_.finish_rows();
   }
 
+  /* Every other chunk of a block is swept backwards, so that the pair at the turn keeps its accumulators;
+   * not the last one, because rows are finished in their order. */
+  bool backwards(const Chunk& c) const {
+    return c.begin / chunk_steps_ % 2 == 1 && c.end < steps_ && c.b < a_.block_end;
+  }
   Chunk following(const Chunk& c) const {
     if (c.end < steps_) return Chunk{c.b, c.end, min64(c.end + chunk_steps_, steps_)};
     return Chunk{c.b + 1, 0, min64(chunk_steps_, steps_)};
@@ -132,7 +141,7 @@ class TileGemm {
       for (int64_t s = 0; s < steps; ++s) {
         product<MT>(a0 + s * kTile, a1 + s * kTile, b_tiles + s * 2 * kTile);
         /* The sums to load next are in L2 by now: bring them closer, a few lines per step. */
-        if (load && s < 16) {
+        if (!stay && load && s < 16) {
           for (int64_t line = 0; line < 256; line += 64) V::prefetch(load + s * 256 + line);
         }
         side_.some(pace, m, c.b);

@@ -20,6 +20,11 @@ struct TileShape {
   static constexpr int64_t kRunsPerStep = 64 / kRunBytes;
   static constexpr int64_t kGroupSteps = S::kGroupScale && S::kGroup > 64 ? S::kGroup / 64 : 1;
   static constexpr int64_t kChunkSteps = ceil_div(12, kGroupSteps) * kGroupSteps; /* 24 KB of B tiles */
+  /* Two shorter panels of unpacked weights stay in L1 together with the sums of a few pairs; the sums of many
+   * are in L2 in any case and should go there less often. */
+  static constexpr int64_t chunk_steps(int64_t rows) {
+    return S::kFormat == KTC_INT4 && !S::kGroupScale && rows <= 128 ? kChunkSteps * 2 / 3 : kChunkSteps;
+  }
   static constexpr int64_t kPairRows = 32;
   static constexpr int64_t kCBytes = 4 * kTile; /* accumulators of one pair */
   /* Rows that share L2 with the weights: at most kMaxRows, fewer if they are long. */
@@ -44,8 +49,8 @@ template <class S, class V>
 class SideWork {
   using I = typename V::I;
   using F = typename V::F;
-  /* A piece of the next chunk: one tile to unpack, or two lines to prefetch (asking for one brings both). */
-  static constexpr int64_t kPieceBytes = S::kFormat == KTC_INT4 ? kTile : 128;
+  /* A piece of the next chunk: half a step to unpack, or a line to prefetch. */
+  static constexpr int64_t kPieceBytes = S::kFormat == KTC_INT4 ? kTile / 2 : kRowBytes;
 
  public:
   SideWork(const ktc_gemm_args& args, int epilogue) : a_(args), epilogue_(epilogue), k_(S::k(args.k)) {
@@ -180,7 +185,10 @@ class SideWork {
       V::prefetch_l2(ahead_bytes_ + i * kPieceBytes);
     }
   }
-  KTC_NOINLINE void unpack_piece(int64_t i) { unpack(ahead_, i, ahead_panel_); }
+  KTC_NOINLINE void unpack_piece(int64_t i) {
+    const uint8_t* mult = S::kMultiplier ? block_mult<S>(a_, ahead_.b, groups_) : nullptr;
+    unpack_half<S, V>(block(ahead_.b), mult, 2 * ahead_.begin + i, ahead_panel_ + i / 2 * 2 * kTile);
+  }
   KTC_INLINE void unpack(const Chunk& c, int64_t i, uint8_t* panel) {
     const uint8_t* mult = S::kMultiplier ? block_mult<S>(a_, c.b, groups_) : nullptr;
     unpack_steps<S, V>(block(c.b), mult, c.begin + i, c.begin + i + 1, panel + i * 2 * kTile);

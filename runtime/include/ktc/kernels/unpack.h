@@ -29,7 +29,7 @@ struct ByteLines {
 };
 
 /* Straight from the nibbles: each line is unpacked as it is used. */
-template <class S, class V>
+template <class S, class V, bool Far = false>
 struct NibbleLines {
   const uint8_t* tiles;
   const uint8_t* mult; /* of this block: [groups][kMultBytes] */
@@ -45,7 +45,12 @@ struct NibbleLines {
   }
   KTC_INLINE void line(int64_t l, typename V::B* w0, typename V::B* w1) const {
     const uint8_t* p = tiles + l * kRowBytes;
-    V::prefetch(p + kPrefetch);
+    if (Far) {
+      V::prefetch_l2(p + kPrefetchFar);
+      V::prefetch(p + kTile);
+    } else {
+      V::prefetch(p + kPrefetch);
+    }
     if constexpr (S::kCodebook) {
       V::codebook(V::bload(p), m0, m1, w0, w1);
     } else {
@@ -56,12 +61,30 @@ struct NibbleLines {
       }
     }
   }
-  static constexpr int64_t kPrefetch = 4 * kTile;
+  static constexpr int64_t kPrefetch = 4 * kTile, kPrefetchFar = 32 * kTile;
 };
 
 template <class S>
 KTC_INLINE const uint8_t* block_mult(const ktc_gemm_args& a, int64_t b, int64_t groups) {
   return a.weight.mult + b * groups * S::kMultBytes;
+}
+
+/* Half a step (8 lines) into its place in a panel. Weights come from L2, where they have been called long
+ * before. */
+template <class S, class V>
+KTC_INLINE void unpack_half(const uint8_t* tiles, const uint8_t* mult, int64_t half, uint8_t* out) {
+  constexpr int64_t kRun = S::kRunK / 4 < 8 ? S::kRunK / 4 : 8;
+  NibbleLines<S, V, true> lines(tiles, mult);
+  out += (half % 2) * 8 * kRowBytes;
+  for (int64_t r = 0; r < 8; r += kRun) {
+    if constexpr (S::kMultiplier) lines.group((32 * half + 4 * r) / S::kGroup);
+    _Pragma("GCC unroll 8") for (int64_t i = 0; i < kRun; ++i) {
+      typename V::B w0, w1;
+      lines.line(8 * half + r + i, &w0, &w1);
+      V::bstore(out + (r + i) * kRowBytes, w0);
+      V::bstore(out + (r + i) * kRowBytes + kTile, w1);
+    }
+  }
 }
 
 /* Steps [s_begin, s_end) of one int4 block into a panel whose first step is s_begin. */

@@ -6,7 +6,6 @@ of bounded scratch), `decode` one. Sampling and text are elsewhere (generate.py 
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -135,7 +134,7 @@ class NativeModel:
         """Append tokens; logits of the last one, f32 [vocab] (or of the last `rows` of the last chunk, [rows, vocab]).
 
         Raises:
-            KtcError: the context is full, or an id is outside the vocabulary; the caches are as before.
+            KtcError: the context is full, an id is outside the vocabulary, or a kernel failed; the sequence is as before.
         """
         tokens = np.asarray(ids, dtype=np.int64)
         if tokens.size == 0:
@@ -145,7 +144,7 @@ class NativeModel:
         try:
             for begin in range(0, len(tokens), self.graph.chunk):
                 part = tokens[begin : begin + self.graph.chunk]
-                logits = self.graph.step(part, self.position, rows=min(rows, len(part)))
+                logits = self._step(part, rows=min(rows, len(part)))
                 self.position += len(part)
         except BaseException:
             self.position = start
@@ -161,10 +160,16 @@ class NativeModel:
         """
         tokens = np.array([token], dtype=np.int64)
         self._check(tokens)
-        logits = self.graph.step(tokens, self.position, decode=True)
+        logits = self._step(tokens, decode=True)
         self.position += 1
         row: NDArray[np.float32] = logits[0]
         return row
+
+    def _step(self, tokens: NDArray[np.int64], **options: Any) -> NDArray[np.float32]:
+        try:
+            return self.graph.step(tokens, self.position, **options)
+        except RuntimeError as error:  # a kernel or a worker failed; nothing of the step remains
+            raise KtcError(f"the model failed: {error}", "run `ktc verify` on the bundle") from error
 
     def _check(self, tokens: NDArray[np.int64]) -> None:
         if self.position + len(tokens) > self.context:
@@ -184,10 +189,10 @@ def load_program(bundle: Bundle) -> Program:
     """
     if PROGRAM_FILE in bundle.files:
         try:
-            return Program.from_json(json.loads(bundle.read(PROGRAM_FILE)))
-        except (ValueError, TypeError, KeyError) as error:
+            return Program.from_json(bundle.read_object(PROGRAM_FILE))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise BundleError(f"{bundle.path / PROGRAM_FILE}: {error}", "compile the checkpoint again") from error
-    return lower_bundle(json.loads(bundle.read("model/config.json")), bundle.plan)
+    return lower_bundle(bundle.read_object("model/config.json"), bundle.plan)
 
 
 def lower_bundle(config: dict[str, Any], plan: Any) -> Program:
@@ -280,9 +285,9 @@ def open_native(
         )
     except (RuntimeError, ValueError) as error:  # a kernel that the plan needs is not in the library
         raise BuildError(f"{bundle.path}: {error}") from error
-    config = json.loads(bundle.read("model/config.json"))
+    config = bundle.read_object("model/config.json")
     name = "model/generation_config.json"
-    generation = json.loads(bundle.read(name)) if name in bundle.files else None
+    generation = bundle.read_object(name) if name in bundle.files else None
     model = NativeModel(graph, config, generation)
     model.ktc_plan = bundle.plan
     model.ktc_report = NativeReport(

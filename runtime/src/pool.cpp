@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <cxxabi.h>
 #include <sched.h>
 #include <signal.h>
 
@@ -35,10 +36,15 @@ int pin_thread(pthread_t thread, int cpu) {
   return rc;
 }
 
+std::exception_ptr ended() {
+  return std::make_exception_ptr(
+      std::runtime_error("a worker thread was ended in the middle of its work; the others go on without it"));
+}
+
 }  // namespace
 
 Pool::Pool(const std::vector<std::vector<int>>& nodes, bool pin, bool caller_works)
-    : caller_works_(caller_works), caller_busy_(!caller_works) {
+    : alive_(nodes.size()), caller_works_(caller_works), caller_busy_(!caller_works) {
   if (nodes.empty()) throw std::invalid_argument("a pool needs at least one node");
   watch_forks();
   fork_generation_ = g_fork_generation.load(std::memory_order_relaxed);
@@ -46,6 +52,7 @@ Pool::Pool(const std::vector<std::vector<int>>& nodes, bool pin, bool caller_wor
     if (nodes[node].empty())
       throw std::invalid_argument("node " + std::to_string(node) + " of the pool has no CPUs");
     node_threads_.push_back(static_cast<int>(nodes[node].size()));
+    alive_[node].store(node_threads_.back(), std::memory_order_relaxed);
     for (size_t i = 0; i < nodes[node].size(); ++i) {
       auto slot = std::make_unique<Slot>();
       slot->index = static_cast<int>(i);
@@ -159,6 +166,13 @@ void Pool::submit(Job* job) {
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    for (int node = 0; node < nodes(); ++node) {
+      const int alive = alive_[node].load(std::memory_order_relaxed);
+      if (alive == 0)
+        throw std::runtime_error("every worker thread of node " + std::to_string(node) +
+                                 " was ended; the process must be started anew");
+      if (alive < node_threads_[node]) job->schedule_ = Schedule::kDynamic;  // nobody does a lost one's share
+    }
     queue_.push_back(job);
     if (queue_.size() == 1) head_.store(job, std::memory_order_seq_cst);
   }
@@ -167,9 +181,10 @@ void Pool::submit(Job* job) {
 
 void Pool::wait(Job* job, bool help) {
   check_not_forked();
-  help = help || node_threads_[0] == 1 || job->schedule_ == Schedule::kStatic;
+  help = help || job->schedule_ == Schedule::kStatic;
   while (!job->done_.load(std::memory_order_acquire)) {
     const uint32_t released = released_.now();
+    help = help || (caller_works_ && alive_[0].load(std::memory_order_seq_cst) == 1);
     bool mine = false;
     if (help) {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -217,11 +232,39 @@ void Pool::work(Slot& slot) {
     const uint32_t seen = event_.now();
     if (stop_.load(std::memory_order_seq_cst)) break;
     Job* job = pin_head(slot);
-    if (job != nullptr) work_on(*job, slot);
+    if (job != nullptr) {
+      try {
+        work_on(*job, slot);
+      } catch (abi::__forced_unwind&) {
+        lose(slot, *job);
+        throw;
+      }
+    }
     slot.hazard.store(nullptr, std::memory_order_release);
     if (job == nullptr) event_.wait(seen, spin_ns_);
   }
   leave_library(slot);
+}
+
+// The thread of `slot` is being ended, and `job` has failed for it: nobody may wait for this thread any more.
+void Pool::lose(Slot& slot, Job& job) {
+  t_inside_task = false;
+  int left;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    left = alive_[slot.node].fetch_sub(1, std::memory_order_seq_cst) - 1;
+  }
+  released_.notify();  // who waits without helping may have to help now
+  warn("a worker of node " + std::to_string(slot.node) + " was ended; the others do its work");
+  if (job.schedule_ == Schedule::kDynamic) work_on(job, slot);  // only counts: the job has failed
+  // Nobody is left to take this node's tasks, and submit takes no more: the jobs that are queued fail too.
+  while (left == 0) {
+    Job* next = pin_head(slot);
+    if (next == nullptr) break;
+    next->fail(ended());
+    work_on(*next, slot);
+  }
+  slot.hazard.store(nullptr, std::memory_order_release);
 }
 
 // The head of the queue, marked as in use by this thread. Null if there is none.
@@ -261,8 +304,13 @@ void Pool::work_on(Job& job, Slot& slot) {
       // Each thread meets each phase once: it leaves this loop only when the phase has changed.
       const int64_t threads = node_threads_[slot.node];
       const int64_t end = counter.count * (slot.index + 1) / threads;
-      for (int64_t index = counter.count * slot.index / threads; index < end; ++index)
-        run_task(job, phase, slot, index);
+      int64_t index = counter.count * slot.index / threads;
+      try {
+        for (; index < end; ++index) run_task(job, phase, slot, index);
+      } catch (abi::__forced_unwind&) {
+        while (++index < end) run_task(job, phase, slot, index);  // only counts: the job has failed
+        throw;
+      }
     }
     uint32_t before = seen;
     while (job.phase_.load(std::memory_order_acquire) == phase) {
@@ -283,16 +331,23 @@ void Pool::run_task(Job& job, int phase, Slot& slot, int64_t index) {
     t_inside_task = true;
     try {
       p.run(p.context, Task{index, slot.node, slot.scratch.data()});
+    } catch (abi::__forced_unwind&) {
+      job.fail(ended());
+      end_task(job, phase);
+      throw;
     } catch (...) {
       job.fail(std::current_exception());
     }
     t_inside_task = false;
   }
   if (from != 0) job.busy_.fetch_add(now_ns() - from, std::memory_order_relaxed);
-  if (p.remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-    if (advance(job, phase) == job.count_) finish(job);
-    event_.notify();
-  }
+  end_task(job, phase);
+}
+
+void Pool::end_task(Job& job, int phase) {
+  if (job.phases_[phase].remaining.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  if (advance(job, phase) == job.count_) finish(job);
+  event_.notify();
 }
 
 // Runs the serial phases after `from`, then publishes and returns the next one that has shared work.
@@ -307,6 +362,14 @@ int Pool::advance(Job& job, int from) {
         const int64_t count = job.counters_[next * job.nodes_ + node].count;
         for (int64_t index = 0; index < count; ++index) phase.run(phase.context, Task{index, node, nullptr});
       }
+    } catch (abi::__forced_unwind&) {
+      job.fail(ended());
+      if (from >= 0) {  // in a worker: the job ends here
+        job.phase_.store(job.count_, std::memory_order_seq_cst);
+        finish(job);
+        event_.notify();
+      }
+      throw;
     } catch (...) {
       job.fail(std::current_exception());
     }

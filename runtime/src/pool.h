@@ -2,8 +2,9 @@
 //
 // The thread that waits for a job works too, as the first thread of node 0, so a pool of T CPUs
 // starts T - 1 workers; with `caller_works` off it starts T, and whoever waits only waits: a thread that
-// stands for a device. Idle threads spin for tens of microseconds, then sleep; they do not spin at
-// all when there are more threads than CPUs.
+// stands for a device. A worker that is ended from outside (pthread_exit, pthread_cancel) fails the job that
+// it was at, and the others go on without it. Idle threads spin for tens of microseconds, then sleep; they do
+// not spin at all when there are more threads than CPUs.
 #pragma once
 
 #include <pthread.h>
@@ -42,7 +43,7 @@ class Pool {
   void release(Job* job);
 
   // Starts the job. It may finish before `wait`, but a pool without workers only works in `wait`.
-  // Throws std::runtime_error in a process forked after the pool was made.
+  // Throws std::runtime_error in a process forked after the pool was made, and if a node has no worker left.
   void submit(Job* job);
   // Works until the job is done; rethrows the first exception of its tasks. Without `help` the caller only
   // waits, unless nobody else would do the first thread's share (no worker on node 0, or a static schedule).
@@ -77,14 +78,17 @@ class Pool {
   Job* pin_head(Slot& slot);
   void work_on(Job& job, Slot& slot);
   void run_task(Job& job, int phase, Slot& slot, int64_t index);
+  void end_task(Job& job, int phase);
   int advance(Job& job, int from);
   void finish(Job& job);
+  void lose(Slot& slot, Job& job);
   void record(const Job& job);
   static bool enter_library(const ktc_kernel_lib* lib, Slot& slot);
   static void leave_library(Slot& slot);
   void check_not_forked() const;
 
   std::vector<int> node_threads_;
+  std::vector<std::atomic<int>> alive_;       // [node] threads that have not been ended; written under mutex_
   std::vector<std::unique_ptr<Slot>> slots_;  // slots_[0] belongs to whoever waits, if callers work
   std::vector<std::unique_ptr<Job>> jobs_;
   int64_t spin_ns_ = 0;

@@ -100,6 +100,7 @@ void Executor::add(const NodeSpec& spec) {
   check(spec.outputs, buffers_.size());
   check(spec.states, states_.size());
   nodes_.push_back(make_node(spec, *this));
+  names_.push_back(spec.op + " " + spec.name);
   auto it = std::find(ops_.begin(), ops_.end(), spec.op);
   if (it == ops_.end()) {
     ops_.push_back(spec.op);
@@ -128,17 +129,18 @@ void Executor::step(const int64_t* ids, int64_t rows, int64_t position, bool dec
   const Step step{ids,    rows,       position,        logit_rows,
                   decode, logits,     arena_,          layout->offsets.data(),
                   table_, &parallel_, options_.trivial};
+  size_t i = 0;
   try {
     if (hook_ != nullptr) {
-      for (size_t i = 0; i < nodes_.size(); ++i) {
+      for (; i < nodes_.size(); ++i) {
         if (!hook_->before(i, step)) continue;
         nodes_[i]->run(step);
         hook_->after(i, step);
       }
     } else if (!profiling_) {
-      for (const auto& node : nodes_) node->run(step);
+      for (; i < nodes_.size(); ++i) nodes_[i]->run(step);
     } else {
-      for (size_t i = 0; i < nodes_.size(); ++i) {
+      for (; i < nodes_.size(); ++i) {
         const int64_t begin = now_ns();
         nodes_[i]->run(step);
         const auto op = static_cast<size_t>(op_of_node_[i]);
@@ -146,7 +148,10 @@ void Executor::step(const int64_t* ids, int64_t rows, int64_t position, bool dec
         op_calls_[op] += 1;
       }
     }
-  } catch (...) {
+  } catch (const std::runtime_error& error) {
+    mailbox_.drain();
+    throw std::runtime_error(names_[i] + " at position " + std::to_string(position) + ": " + error.what());
+  } catch (...) {  // an exception of a callback stays what it is
     mailbox_.drain();
     throw;
   }

@@ -125,7 +125,8 @@ class Executor {
 
   // Runs `rows` tokens at `position`; writes the last `logit_rows` rows of logits [logit_rows, vocab].
   // `decode` switches Expert Deferral on. Throws std::out_of_range for a full context or a bad id; any
-  // exception leaves no expert work outstanding and the caches undefined from `position` on.
+  // exception leaves no expert work outstanding and the caches undefined from `position` on, and a
+  // std::runtime_error names the node.
   void step(const int64_t* ids, int64_t rows, int64_t position, bool decode, int64_t logit_rows,
             float* logits);
 
@@ -168,6 +169,7 @@ class Executor {
   int64_t arena_bytes_ = 0, state_bytes_ = 0;
   Mailbox mailbox_;
   std::vector<std::unique_ptr<Node>> nodes_;
+  std::vector<std::string> names_;  // of the nodes, for messages
   std::vector<std::string> ops_;
   std::vector<int> op_of_node_;
   std::vector<int64_t> op_ns_, op_calls_;

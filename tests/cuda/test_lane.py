@@ -120,7 +120,8 @@ def test_generate_of_hugging_face_works(open_lane: Any, hf: Any) -> None:
 class NeedsHost(TorchDispatchMode):
     """Collects what a CUDA graph cannot capture: values read by the host, sizes that depend on data, host constants."""
 
-    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "lift", "equal", "unique", "bincount")
+    FORBIDDEN = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "lift", "lift_fresh", "equal",
+                 "allclose", "unique", "bincount")  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,6 +135,15 @@ class NeedsHost(TorchDispatchMode):
         if masks or any(name == f or name.startswith(f"{f}_") for f in self.FORBIDDEN):
             self.seen.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+@torch.inference_mode()
+def test_the_detector_sees_what_it_should() -> None:
+    x = torch.ones(3)
+    for needs in (lambda: x.sum().item(), lambda: bool(x.sum() > 2), lambda: x[x > 0], lambda: torch.tensor(3.0) + x):
+        with NeedsHost() as mode:
+            needs()
+        assert mode.seen
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, "olmoe", "glm4_moe", "minimax_m2", "deepseek_v3_yarn"])

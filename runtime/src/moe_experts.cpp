@@ -49,18 +49,48 @@ struct ExpertScratch {
   }
 };
 
-// Rows of `unit` from the tokens' activations.
+// Rows of `unit` from the tokens' activations. A row's lines lie a tile apart: the next row's are called
+// early.
 void gather(const MoeCall& call, const MoeCall::Unit& unit, const Scheme& scheme, int64_t k, ktc_act& to) {
   const ktc_act& from = call.token_act;
   const int64_t steps = scheme.steps(k), groups = scheme.act_groups(k);
-  for (int64_t r = 0; r < unit.count; ++r) {
+  const auto first_line = [&](int64_t r) {
     const int64_t t = call.row_index[unit.row + r];
-    const uint8_t* source = from.tiles + t / 16 * steps * 1024 + t % 16 * 64;
+    return from.tiles + t / 16 * steps * 1024 + t % 16 * 64;
+  };
+  for (int64_t r = 0; r < unit.count; ++r) {
+    const uint8_t* source = first_line(r);
+    const uint8_t* next = first_line(std::min(r + 1, unit.count - 1));
     uint8_t* target = to.tiles + r / 16 * steps * 1024 + r % 16 * 64;
-    for (int64_t s = 0; s < steps; ++s) std::memcpy(target + s * 1024, source + s * 1024, 64);
+    for (int64_t s = 0; s < steps; ++s) {
+      __builtin_prefetch(next + s * 1024);
+      std::memcpy(target + s * 1024, source + s * 1024, 64);
+    }
     if (!scheme.integer()) continue;
+    const int64_t t = call.row_index[unit.row + r];
     to.scale[r] = from.scale[t];
     std::copy(from.sums + t * groups, from.sums + (t + 1) * groups, to.sums + r * groups);
+  }
+}
+
+// out[0..n) = sum over i of w[i] * y[i][0..n), in this order; `next`: rows that will be added after these.
+void weighted_sum(float* out, int64_t n, const float* const* y, const float* w, const float* const* next,
+                  int64_t rows) {
+  constexpr int64_t kColumns = 32;
+  int64_t c = 0;
+  for (; c + kColumns <= n; c += kColumns) {
+    float sum[kColumns] = {};
+    for (int64_t i = 0; i < rows; ++i) {
+      __builtin_prefetch(next[i] + c);
+      __builtin_prefetch(next[i] + c + 16);
+      for (int64_t j = 0; j < kColumns; ++j) sum[j] += w[i] * y[i][c + j];
+    }
+    std::memcpy(out + c, sum, sizeof sum);
+  }
+  for (; c < n; ++c) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < rows; ++i) sum += w[i] * y[i][c];
+    out[c] = sum;
   }
 }
 
@@ -121,16 +151,26 @@ void MoeCall::expert_task(void* context, const Task& task) {
 // Tokens of one piece: experts in ascending order, as by columns.
 void MoeCall::sum_task(void* context, const Task& task) {
   const MoeCall& call = *static_cast<const MoeCall*>(context);
-  const int64_t hidden = call.m.o_.hidden;
+  constexpr int64_t kAtOnce = 16;  // slots; more are added to the first ones' sum
+  const int64_t hidden = call.m.o_.hidden, k = call.top_k;
+  const float* y[2][kAtOnce];
+  float w[kAtOnce];
+  const int64_t begin = piece_begin(call.count, call.pieces_sum, task.index);
   const int64_t end = piece_begin(call.count, call.pieces_sum, task.index + 1);
-  for (int64_t t = piece_begin(call.count, call.pieces_sum, task.index); t < end; ++t) {
+  const auto rows_of = [&](int64_t t, const float** rows) {
+    for (int64_t i = 0; i < std::min(k, kAtOnce); ++i) rows[i] = call.y + call.token_rows[t * k + i] * hidden;
+  };
+  if (begin < end) rows_of(begin, y[0]);
+  for (int64_t t = begin; t < end; ++t) {
+    const int64_t which = (t - begin) % 2;
+    rows_of(std::min(t + 1, end - 1), y[which ^ 1]);
     float* out = call.out + (call.begin + t) * call.ld_out;
-    const int64_t* rows = call.token_rows + t * call.top_k;
-    std::memset(out, 0, hidden * sizeof(float));
-    for (int64_t i = 0; i < call.top_k; ++i) {
-      const float* y = call.y + rows[i] * hidden;
-      const float w = call.row_weight[rows[i]];
-      for (int64_t c = 0; c < hidden; ++c) out[c] += w * y[c];
+    const int64_t* rows = call.token_rows + t * k;
+    for (int64_t i = 0; i < std::min(k, kAtOnce); ++i) w[i] = call.row_weight[rows[i]];
+    weighted_sum(out, hidden, y[which], w, y[which ^ 1], std::min(k, kAtOnce));
+    for (int64_t i = kAtOnce; i < k; ++i) {
+      const float* more = call.y + rows[i] * hidden;
+      for (int64_t c = 0; c < hidden; ++c) out[c] += call.row_weight[rows[i]] * more[c];
     }
   }
 }

@@ -49,8 +49,17 @@ inline int32_t row_amax_bits(const float* x, int64_t k_valid) {
   return V::imax_lane(top);
 }
 
+/* Where step s of a row is to be made: in its one place, or in `line` to be copied by put_step. Reading a
+ * line back just after it was stored in parts would wait for the stores. */
+KTC_INLINE uint8_t* step_place(const ktc_quant_args& a, const Destinations& to, int64_t steps, int64_t s,
+                               uint8_t* line) {
+  if (to.count != 1) return line;
+  return const_cast<uint8_t*>(act_row(a.act, to[0], steps)) + s * kTile;
+}
+
 KTC_INLINE void put_step(const ktc_quant_args& a, const Destinations& to, int64_t steps, int64_t s,
                          const uint8_t* line) {
+  if (to.count == 1) return;
   for (int64_t i = 0; i < to.count; ++i) {
     const int64_t row = to[i];
     if (row < 0) continue;
@@ -74,11 +83,12 @@ inline void convert_row(const ktc_quant_args& a, const Destinations& to, const f
   const int64_t steps = S::steps(a.k);
   alignas(64) uint8_t line[kRowBytes];
   for (int64_t s = 0; s < steps; ++s) {
+    uint8_t* const at = step_place(a, to, steps, s, line);
     if (S::kFormat == KTC_FP32) {
-      V::store(reinterpret_cast<float*>(line), load_columns<V>(x, 16 * s, a.k_valid));
+      V::store(reinterpret_cast<float*>(at), load_columns<V>(x, 16 * s, a.k_valid));
     } else {
-      V::store_low16(line, to_bf16<V>(load_columns<V>(x, 32 * s, a.k_valid)));
-      V::store_low16(line + 32, to_bf16<V>(load_columns<V>(x, 32 * s + 16, a.k_valid)));
+      V::store_low16(at, to_bf16<V>(load_columns<V>(x, 32 * s, a.k_valid)));
+      V::store_low16(at + 32, to_bf16<V>(load_columns<V>(x, 32 * s + 16, a.k_valid)));
     }
     put_step(a, to, steps, s, line);
   }
@@ -111,11 +121,12 @@ inline void quantize_row(const ktc_quant_args& a, const Destinations& to, const 
   alignas(64) uint8_t line[kRowBytes];
   I sum = V::izero();
   for (int64_t s = 0; s < steps; ++s) {
+    uint8_t* const at = step_place(a, to, steps, s, line);
     for (int64_t j = 0; j < 4; ++j) {
       const int64_t k = 64 * s + 16 * j;
       I q = V::izero();
       if (live) q = V::round(V::min(hi, V::max(lo, V::mul(load_columns<V>(x, k, a.k_valid), inv))));
-      V::store_low8(line + 16 * j, q);
+      V::store_low8(at + 16 * j, q);
       sum = V::iadd(sum, q);
       const bool group_ends =
           k + 16 == a.k || (S::kGroupScale && (k + 16) % (S::kGroup ? S::kGroup : 1) == 0);

@@ -6,6 +6,7 @@ of bounded scratch), `decode` one. Sampling and text are elsewhere (generate.py 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -134,7 +135,8 @@ class NativeModel:
         """Append tokens; logits of the last one, f32 [vocab] (or of the last `rows` of the last chunk, [rows, vocab]).
 
         Raises:
-            KtcError: the context is full, an id is outside the vocabulary, or a kernel failed; the sequence is as before.
+            KtcError: the context is full, an id is outside the vocabulary, or a kernel failed; nothing was
+                appended.
         """
         tokens = np.asarray(ids, dtype=np.int64)
         if tokens.size == 0:
@@ -255,7 +257,7 @@ def open_native(
     program = load_program(bundle)
     library = Path(kernel_library) if kernel_library else kernel_for_host(bundle, variant, trust_sha256)
     try:
-        lib = _runtime.KernelLib(str(library))
+        lib = _runtime.KernelLib(os.fsencode(library))
     except RuntimeError as error:
         raise BuildError(f"kernel library {library}: {error}") from error
     placement = pools.place(_runtime.numa_nodes(), bundle.plan.nodes, threads, emulate_nodes)

@@ -1,0 +1,47 @@
+"""A model that the decode graph cannot express: compile says so, Hugging Face's modules run it, --graph on is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from ktc.compile import compile_checkpoint
+from ktc.errors import UnsupportedModelError
+from tests.tiny import make_tiny
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """(bundle, what compiling said). Dynamic rope: frequencies change with the position."""
+    folder = tmp_path_factory.mktemp("no-graph")
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    checkpoint = make_tiny("qwen3_moe", folder / "m", tokenizer="byte", rope_parameters=rope)
+    said: list[str] = []
+    compile_checkpoint(checkpoint, "fp32", folder / "m.ktc", variants=(), jobs=1, say=said.append)
+    return folder / "m.ktc", said
+
+
+def test_compile_says_so_and_leaves_the_graph_out(bundle: tuple[Path, list[str]]) -> None:
+    path, said = bundle
+    assert not (path / "graph").exists()
+    assert any("no decode graph" in line and "dynamic" in line and "slower" in line for line in said)
+
+
+def test_run_takes_the_modules_and_graph_on_is_refused(
+    bundle: tuple[Path, list[str]], library: Callable[[str], Path], best_variant: str
+) -> None:
+    from ktc.cli.run_cmd import command
+
+    def run(*more: str) -> Result:
+        arguments = [str(bundle[0]), "-p", "hello", "--max-tokens", "3", "--greedy", "--kernel-library"]
+        return CliRunner().invoke(command, [*arguments, str(library(best_variant)), *more], standalone_mode=False)
+
+    plain = run()
+    assert plain.exception is None, repr(plain.exception)
+    for option in (("--graph", "on"), ("--deferred", "0")):
+        result = run(*option)
+        assert isinstance(result.exception, UnsupportedModelError)
+        assert "dynamic" in result.exception.message and "--graph off" in str(result.exception.hint)

@@ -1,4 +1,4 @@
-"""A model that the decode graph cannot express: compile says so, Hugging Face's modules run it, --graph on is refused."""
+"""What the decode graph cannot express: compile says so, Hugging Face's modules run it, --graph on is refused."""
 
 from __future__ import annotations
 

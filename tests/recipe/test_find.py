@@ -44,7 +44,7 @@ def test_unknown_name_lists_the_shipped_ones(tmp_path: Path, monkeypatch: pytest
         load_recipe("int5")
     assert "no recipe file 'int5'" in caught.value.message
     assert "did you mean int" in str(caught.value.hint)
-    assert "bf16, fp32, int4, int4-cuda, int8" in str(caught.value.hint)
+    assert "bf16, fp32, int4-cuda, int4, int8" in str(caught.value.hint)
     with pytest.raises(RecipeError, match="no recipe file"):
         load_recipe("elsewhere/int4.yaml")  # another folder was asked for: no guessing
 

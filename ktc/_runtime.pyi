@@ -43,7 +43,7 @@ def unpack_matrix(
 
 # ---- kernel libraries ---------------------------------------------------------------------------
 class KernelLib:
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | bytes) -> None:
         """dlopen(RTLD_LOCAL), query, check ABI, layout version and CPU features (asks for AMX permission where
         the library needs it). RuntimeError with the reason."""
 
@@ -75,7 +75,7 @@ class HugeBuffer:
     def __init__(self, nbytes: int, node: int = -1) -> None: ...
     ptr: int
     nbytes: int
-    def read_file(self, path: str, file_offset: int, nbytes: int, dst_offset: int, pool: Pool) -> None:
+    def read_file(self, path: str | bytes, file_offset: int, nbytes: int, dst_offset: int, pool: Pool) -> None:
         """Parallel pread by the node's threads. RuntimeError names file and offset."""
     def huge_bytes(self) -> int:
         """Bytes that are really in huge pages (smaps AnonHugePages)."""

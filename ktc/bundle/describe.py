@@ -6,6 +6,7 @@ which kernels a layer gets and how much scratch it takes.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -91,7 +92,7 @@ def _scratch(bundle: Bundle, path: str) -> dict[str, int]:
     from ktc import _runtime
     from ktc.bundle.verify import native_layer
 
-    lib = _runtime.KernelLib(path)
+    lib = _runtime.KernelLib(os.fsencode(path))
     pool = _runtime.Pool([[cpu for node in _runtime.numa_nodes() for cpu in node]] * bundle.nodes, False)
     kinds = {m.moe: m for m in bundle.plan.moe_modules()}
     most = {1: 0, PREFILL_TOKENS: 0}

@@ -7,6 +7,7 @@ Everything is checked and every fault collected, so that one run shows all of th
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,7 +128,7 @@ def _run_layers(
     from ktc import _runtime
     from ktc.bundle.trust import kernel_for_host
 
-    lib = _runtime.KernelLib(library or str(kernel_for_host(bundle, variant, trust_sha256)))
+    lib = _runtime.KernelLib(os.fsencode(library or kernel_for_host(bundle, variant, trust_sha256)))
     report.variant = lib.variant
     cpus = [cpu for node in _runtime.numa_nodes() for cpu in node]
     pool = _runtime.Pool([cpus] * bundle.nodes, False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import json
 import os
 import re
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from ktc.engine.generate import Generation, TextGenerator
 
 EXIT_INTERRUPTED = 130
+MAX_PROMPT_BYTES = 256 << 20
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what Python makes of bytes that it cannot decode
 _HELP = "/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 
@@ -156,8 +159,9 @@ def _utf8(argument: str | None) -> str | None:
     try:
         return os.fsencode(argument).decode("utf-8") if _SURROGATE.search(argument) else argument
     except UnicodeDecodeError as error:
-        shown = argument.encode("utf-8", "backslashreplace").decode()
-        raise KtcError(f"the text {shown[:80]!r} is not UTF-8: byte {error.start}", "convert it with iconv") from error
+        raise KtcError(
+            f"the text {argument[:80]!a} is not UTF-8: byte {error.start}", "convert it with iconv"
+        ) from error
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str | None:
@@ -167,8 +171,13 @@ def _prompt(prompt: str | None, file: Path | None) -> str | None:
     if file is None and sys.stdin.isatty():
         return None
     try:
-        data = sys.stdin.buffer.read() if file is None or str(file) == "-" else file.read_bytes()
-        return data.decode("utf-8")
+        with contextlib.ExitStack() as stack:
+            stdin = file is None or str(file) == "-"
+            stream = sys.stdin.buffer if stdin else stack.enter_context(file.open("rb"))  # type: ignore[union-attr]
+            data = stream.read(MAX_PROMPT_BYTES + 1)
+        if len(data) > MAX_PROMPT_BYTES:
+            raise KtcError(f"the prompt is larger than {MAX_PROMPT_BYTES >> 20} MiB", "is this the right file?")
+        return data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except OSError as error:
         raise KtcError(f"cannot read the prompt: {error}") from error
     except UnicodeDecodeError as error:

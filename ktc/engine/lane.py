@@ -11,6 +11,7 @@ how many there are (`Lane.run`), each computed on one thread. Results are the sa
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -68,15 +69,15 @@ def single_threaded(model: Any) -> None:
     """Run every forward of `model` with one torch thread, and give the caller's setting back after it."""
     import torch
 
-    before: list[int] = []
+    before = threading.local()  # so is the number of OpenMP threads
 
     def enter(module: Any, args: Any) -> None:
-        before.append(torch.get_num_threads())
-        if before[-1] != 1:
+        before.__dict__.setdefault("threads", []).append(torch.get_num_threads())
+        if before.threads[-1] != 1:
             torch.set_num_threads(1)
 
     def leave(module: Any, args: Any, out: Any) -> None:
-        threads = before.pop()
+        threads = before.threads.pop()
         if threads != 1:
             torch.set_num_threads(threads)
 

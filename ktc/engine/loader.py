@@ -7,6 +7,7 @@ what is left is checked and reported. Not here: generating text (generate.py).
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -132,7 +133,7 @@ def _kernels(bundle: Bundle, variant: str | None, trust_sha256: Sequence[str], o
 
     path = Path(own) if own is not None else kernel_for_host(bundle, variant, trust_sha256)
     try:
-        return _runtime.KernelLib(str(path))
+        return _runtime.KernelLib(os.fsencode(path))
     except RuntimeError as error:
         raise BuildError(f"kernel library {path}: {error}") from error
 
@@ -169,7 +170,20 @@ def _build(bundle: Bundle, kernels: Kernels, bind: bool, check_memory: bool) -> 
         if isinstance(module, KtcMLAAttention):
             module.lane = lane
     set_generation_config(model, bundle)
+    refuse_saving(model)
     return model.eval(), store
+
+
+def refuse_saving(model: Any) -> None:
+    """What is left as parameters is no checkpoint: saving it would write a model without its experts."""
+
+    def save_pretrained(*_: Any, **__: Any) -> None:
+        raise KtcError(
+            "a model loaded from a bundle cannot be saved as a checkpoint: its experts are packed in the bundle",
+            "copy the bundle's directory instead",
+        )
+
+    model.save_pretrained = model.push_to_hub = save_pretrained
 
 
 def set_generation_config(model: Any, bundle: Bundle) -> None:

@@ -149,7 +149,7 @@ class KtcMLAAttention(nn.Module):
         batch, heads, new, _ = q_nope.shape
         out = q_nope.new_empty(batch, new, heads, self.value)
         row_bytes = 4 * batch * heads * (latent.shape[1] + 2 * self.rank)
-        step = max(1, min(new, self.piece_bytes // row_bytes))
+        step = max(1, min(new, self.piece_bytes // max(1, row_bytes)))
 
         def piece(begin: int) -> None:
             end = min(new, begin + step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from ktc.errors import KtcError
 
 _pools: weakref.WeakValueDictionary[tuple[bool, tuple[tuple[int, ...], ...]], Any] = weakref.WeakValueDictionary()
+
+# The threads of a pool stay with the parent: what a child loads gets a pool of its own.
+os.register_at_fork(after_in_child=_pools.clear)
 
 
 def cpu_quota() -> float | None:

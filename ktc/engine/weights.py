@@ -8,6 +8,7 @@ repacked or copied again (failure M1). Small parameters that torch computes with
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -96,7 +97,7 @@ class WeightStore:
         at, starts = 0, []
         for offset, size in ranges:
             try:
-                buffer.read_file(str(file), offset, size, at, self.pool)
+                buffer.read_file(os.fsencode(file), offset, size, at, self.pool)
             except RuntimeError as error:
                 raise BundleError(
                     f"cannot read weights: {error}", "ktc verify says whether the bundle is whole"

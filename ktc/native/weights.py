@@ -6,6 +6,7 @@ Everything is read file by file, in order, by threads of the node that uses it (
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,7 +211,7 @@ class BundleWeights:
         self.buffers.append(buffer)
         for offset, size, at in spans:
             try:
-                buffer.read_file(str(file), offset, size, at, self.pool)
+                buffer.read_file(os.fsencode(file), offset, size, at, self.pool)
             except RuntimeError as error:
                 hint = "ktc verify says whether the bundle is whole"
                 raise BundleError(f"cannot read weights: {error}", hint) from error

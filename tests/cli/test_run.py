@@ -130,6 +130,14 @@ def test_bytes_that_are_no_text_are_refused(short_bundle: Path, tmp_path: Path) 
     assert "not UTF-8: byte 3" in str(result.exception)
 
 
+def test_a_byte_order_mark_is_no_text(short_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbfab")
+    out = json.loads(ok(run(short_bundle, "-f", tmp_path / "bom.txt", "--max-tokens", 1, "--json")).stdout)
+    assert out["timings"]["prompt_tokens"] == 3
+    monkeypatch.setattr("ktc.cli.run_cmd.MAX_PROMPT_BYTES", 4)
+    assert "prompt is larger than" in str(run(short_bundle, "-f", tmp_path / "bom.txt").exception)
+
+
 def test_arguments_that_are_no_text_are_refused(short_bundle: Path) -> None:
     result = run(short_bundle, "-p", "caf\udce9")  # what Python makes of the byte 0xe9
     assert "is not UTF-8: byte 3" in str(result.exception)
@@ -173,7 +181,7 @@ def test_settings_of_the_model_that_make_no_sense(
 
 def test_verbose_says_what_runs_where(short_bundle: Path) -> None:
     result = ok(run(short_bundle, "-p", "x", "--max-tokens", 2, "-v"))
-    assert "routed experts int4-g32" in result.stderr and "kernels used:" in result.stderr
+    assert "routed experts int4-g16c" in result.stderr and "kernels used:" in result.stderr
 
 
 def start(bundle: Path, *arguments: str, stdin: int, stdout: int) -> subprocess.Popen[bytes]:

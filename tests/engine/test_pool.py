@@ -57,6 +57,16 @@ def test_more_threads_than_the_system_gives(monkeypatch: pytest.MonkeyPatch) -> 
     assert "--threads" in (caught.value.hint or "")
 
 
+def test_a_child_after_a_fork_gets_a_pool_of_its_own() -> None:
+    mine = pool.get_pool([[0, 0]])
+    assert pool.get_pool([[0, 0]]) is mine
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if pool.get_pool([[0, 0]]) is not mine else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool.get_pool([[0, 0]]) is mine
+
+
 def test_the_default_respects_a_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "cpu_quota", lambda: 1.5)
     assert place([[0, 1, 2, 3]], 1, None) == [[0, 1]]

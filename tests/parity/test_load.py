@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def test_m6_the_report_names_what_every_layer_runs_on(own, bundle) -> None:
     text = "\n".join(report.lines())
     assert report.variant in text and "2 threads" in text
     where = dict(report.layers)
-    assert "int4-g32 on" in where["model.layers.1.mlp"] and "8 experts, top 2" in where["model.layers.1.mlp"]
+    assert "int4-g16c on" in where["model.layers.1.mlp"] and "8 experts, top 2" in where["model.layers.1.mlp"]
     assert "absorbed latent attention" in where["model.layers.0-1.self_attn"]
     assert "Hugging Face DeepseekV3TopkRouter" in where["model.layers.1.mlp.gate"]
     planned = {m.name for m in own.ktc_plan.modules}
@@ -238,3 +239,48 @@ def test_the_recipes_backend_is_obeyed_or_said(checkpoint, library, best_variant
     assert used and all(name.startswith("avx512:") for name in used) and not model.ktc_report.degraded
     portable = ktc.load(out, kernel_library=library("portable"))
     assert "backend AVX512" in portable.ktc_report.degraded[0]
+
+
+@torch.no_grad()
+def test_an_empty_batch_and_an_empty_sequence(own) -> None:
+    vocabulary = own.config.vocab_size
+    assert own(torch.zeros(0, 3, dtype=torch.long)).logits.shape == (0, 3, vocabulary)
+    assert own(torch.zeros(2, 0, dtype=torch.long)).logits.shape == (2, 0, vocabulary)
+
+
+def test_saving_what_is_left_as_parameters_is_refused(own, tmp_path) -> None:
+    with pytest.raises(KtcError, match="cannot be saved as a checkpoint"):
+        own.save_pretrained(tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+@torch.no_grad()
+def test_a_path_of_any_bytes(bundle, library, best_variant, own, tmp_path) -> None:
+    copy = tmp_path / "b\udcff\n \u00fc.ktc"  # a byte that is no UTF-8, as os.fsdecode gives it
+    shutil.copytree(bundle("deepseek_v3", "int4"), copy)
+    ids = random_ids(1, 5)
+    assert torch.equal(ktc.load(copy, threads=1)(ids).logits, own(ids).logits)
+
+
+@torch.no_grad()
+def test_calls_from_several_threads_are_right(own) -> None:
+    """Two callers of one model at once, with different torch threads: the same bits, and each keeps its setting."""
+    inputs = [random_ids(1, n) for n in (3, 7)]
+    wanted = [own(ids).logits for ids in inputs]
+    faults: list[object] = []
+
+    def call(number: int) -> None:
+        torch.set_num_threads(1 + number)
+        with torch.no_grad():
+            for _ in range(10):
+                if not torch.equal(own(inputs[number]).logits, wanted[number]):
+                    faults.append(number)
+        if torch.get_num_threads() != 1 + number:
+            faults.append((number, torch.get_num_threads()))
+
+    threads = [threading.Thread(target=call, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not faults and not any(thread.is_alive() for thread in threads)

@@ -40,7 +40,7 @@ EXIT_INTERRUPTED = 130
 # Faults of the machine rather than of ktc or of its input: reported without "this is a bug".
 MACHINE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO,
-     errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.EAGAIN}
+     errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.EAGAIN, errno.EISDIR}
 )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ class Journal:
         self._path = self.root / "journal.jsonl"
         self._key, self._say = key, say
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            _make_root(self.root)
             self._lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise disk_error(error, self.root) from error
@@ -103,16 +103,18 @@ class Journal:
             raw = self._path.read_bytes()
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise disk_error(error, self._path) from error
         lines: list[dict[str, Any]] = []
         for line in raw.split(b"\n")[:-1]:
             try:
                 entry = json.loads(line)
             except ValueError:
                 break
-            if not isinstance(entry, dict) or not ({"journal"} <= entry.keys() or entry.keys() >= _ENTRY_KEYS):
+            if not _is_line(entry):
                 break
             lines.append(entry)
-        if lines and lines[0].get("journal") != JOURNAL_VERSION:
+        if not lines or lines[0].get("journal") != JOURNAL_VERSION or any("journal" in line for line in lines[1:]):
             return []
         return lines
 
@@ -195,6 +197,34 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _make_root(root: Path) -> None:
+    """Make the work directory, or take over what an earlier compile left. Anything else of that name stays as it is."""
+    try:
+        root.mkdir(parents=True)
+        return
+    except FileExistsError:
+        pass
+    ours = root.is_dir() and not root.is_symlink() and ((root / "lock").is_file() or not any(root.iterdir()))
+    if not ours:
+        raise BundleError(
+            f"{root} exists and is not the work directory of a compile", "remove it, or choose another name with -o"
+        )
+
+
+def _is_line(entry: Any) -> bool:
+    """Whether this is what the journal writes: its header, or a finished shard in the bundle."""
+    if not isinstance(entry, dict):
+        return False
+    if "journal" in entry:
+        return isinstance(entry.get("key"), dict)
+    if not _ENTRY_KEYS <= entry.keys():
+        return False
+    name, size, digest = entry["file"], entry["size"], entry["sha256"]
+    if not isinstance(name, str) or type(size) is not int or not isinstance(digest, str):
+        return False
+    return size >= 0 and not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
 
 
 def _line(name: str, digest: FileDigest) -> dict[str, Any]:

@@ -31,7 +31,7 @@ ITEM_BYTES: dict[str, int] = {
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
-                errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ESTALE}  # fmt: skip
+                errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ESTALE, errno.EISDIR, errno.EEXIST}  # fmt: skip
 _CHUNK = 4 << 20
 
 

@@ -52,10 +52,11 @@ SHAPES = {
 }
 
 SCHEMES = {
-    "int4": QuantScheme("int4", "integer", 32),
+    "int4": QuantScheme("int4", "codebook", 16),
     "int4-g16c": QuantScheme("int4", "codebook", 16),
     "int4-g32c": QuantScheme("int4", "codebook", 32),
     "int4-g64c": QuantScheme("int4", "codebook", 64),
+    "int4-g16": QuantScheme("int4", "integer", 16),
     "int4-g32": QuantScheme("int4", "integer", 32),
     "int4-g64": QuantScheme("int4", "integer", 64),
     "int4-g128": QuantScheme("int4", "integer", 128),

@@ -30,7 +30,7 @@ BACKENDS = {
     "portable": "portable",
 }
 DATA_TYPE_NAMES = {"float32": "fp32", "bfloat16": "bf16"}
-DEFAULT_SCALE: dict[DataType, ScaleChoice] = {"int8": "float", "int4": "integer"}
+DEFAULT_SCALE: dict[DataType, ScaleChoice] = {"int8": "float", "int4": "codebook"}
 DEFAULT_GROUP: dict[tuple[DataType, ScaleChoice], int] = {
     ("int8", "float"): 0,
     ("int4", "codebook"): 16,

@@ -31,7 +31,7 @@ def test_json_has_mean_and_deviation(bundle: Path) -> None:
     result = run(bundle, "-p", 20, "-n", 5, "-r", 3, "-o", "json")
     assert result.exception is None, repr(result.exception)
     out = json.loads(result.stdout)
-    assert out["experts"] == "int4-g32" and out["model"] == "deepseek_v3"
+    assert out["experts"] == "int4-g16c" and out["model"] == "deepseek_v3"
     prompt, decode = out["results"]
     assert (prompt["test"], decode["test"]) == ("prompt 20", "decode 5")
     for row in (prompt, decode):

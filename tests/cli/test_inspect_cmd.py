@@ -23,7 +23,7 @@ def test_everything_is_shown(with_kernels: Path, capsys: Capture) -> None:
         "experts, node 0",
         "model.layers.1.mlp ",
         "model.layers.{0-1}.self_attn.o_proj",
-        "int4-g32",
+        "int4-g16c",
         "1 MoE layers and logits",
         "verdict: ",
         "kernels/portable/libktc_experts.so",

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.parity.conftest import best_variant, checkpoint, folder, library  # noqa: F401 - fixtures
+from tests.parity.conftest import best_variant, checkpoint, folder  # noqa: F401 - fixtures
 from tests.runtime.conftest import compile_lib, reference_lib, reference_path  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +35,21 @@ LINEAR = """  - match: {{role: linear}}
       kwargs: {{data_type: {linears}{scheme}}}
 """
 SCHEME = {"int4": ", group: 32, scale: integer, group_fallback: pad", "int8": ", group: channel"}
+
+
+SCHEMES = (("fp32", "none", 0), ("bf16", "none", 0), ("int8", "channel", 0), ("int4", "integer", 32),
+           ("int4", "codebook", 16))  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def library() -> Callable[[str], Path]:
+    """variant -> kernel library for all of SCHEMES, any K: one for every bundle of these tests."""
+    from ktc.codegen.build import build_variants
+    from ktc.codegen.spec import KernelSpec, KernelSpecs
+
+    epilogues = ("store", "scatter_add", "silu_mul", "swiglu_oai")
+    specs = KernelSpecs(tuple(KernelSpec(*scheme, e) for scheme in SCHEMES for e in epilogues))  # type: ignore[arg-type]
+    return lambda variant: Path(build_variants(specs, [variant])[variant].path)
 
 
 def cuda_here() -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ktc.errors import BundleError
+from ktc.errors import BundleError, DiskError
 from ktc.pack.journal import Journal, partial_dir
 from ktc.pack.writer import write_atomic
 
@@ -102,3 +102,63 @@ def test_discard_leaves_nothing(tmp_path: Path) -> None:
     with Journal(tmp_path / "m.ktc", KEY) as journal:
         journal.discard()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_what_is_no_work_directory_is_left_alone(tmp_path: Path, kind: str) -> None:
+    out = tmp_path / "m.ktc"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "bundle").write_text("data")
+    if kind == "file":
+        partial_dir(out).write_text("data")
+    elif kind == "link":
+        partial_dir(out).symlink_to(tmp_path / "mine")
+    else:
+        (tmp_path / "mine").rename(partial_dir(out))
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    with pytest.raises(BundleError, match="is not the work directory of a compile"):
+        Journal(out, KEY, restart=True)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+
+
+def test_a_kill_before_the_lock_leaves_a_directory_that_is_taken_over(tmp_path: Path) -> None:
+    partial_dir(tmp_path / "m.ktc").mkdir()
+    start(tmp_path / "m.ktc", "a")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"file": None, "size": 5, "sha256": "x"},
+        {"file": "b", "size": "5", "sha256": "x"},
+        {"file": "../../victim", "size": 5, "sha256": "x"},
+        {"file": "/victim", "size": 5, "sha256": "x"},
+        {"file": "b\0c", "size": 5, "sha256": "x"},
+        [1],
+    ],
+)
+def test_lines_that_the_journal_never_writes_are_not_believed(tmp_path: Path, line: object) -> None:
+    out = tmp_path / "m.ktc"
+    start(out, "a")
+    with (partial_dir(out) / "journal.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    with Journal(out, KEY) as journal:
+        assert list(journal.finished) == ["a"]
+
+
+def test_a_header_that_the_journal_never_writes_starts_anew(tmp_path: Path) -> None:
+    out = tmp_path / "m.ktc"
+    start(out, "a")
+    (partial_dir(out) / "journal.jsonl").write_text('{"journal": 1, "key": [1]}\n')
+    with Journal(out, KEY) as journal:
+        assert not journal.finished and not list(journal.bundle.iterdir())
+
+
+@pytest.mark.parametrize("name", ["lock", "journal.jsonl"])
+def test_folders_where_files_belong_are_said(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "m.ktc"
+    start(out, "a")
+    (partial_dir(out) / name).unlink()
+    (partial_dir(out) / name).mkdir()
+    with pytest.raises((BundleError, DiskError), match=r"m\.ktc\.partial"):
+        Journal(out, KEY)

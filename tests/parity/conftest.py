@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "kimi_k2": ("deepseek_v3", {"n_group": 1, "topk_group": 1}, "kimi_k2"),
     "mixtral_window": ("mixtral", {"sliding_window": 16}, None),
 }
-SCHEMES = (("fp32", "none", 0), ("bf16", "none", 0), ("int8", "channel", 0), ("int4", "integer", 32))
+SCHEMES = (("fp32", "none", 0), ("bf16", "none", 0), ("int8", "channel", 0), ("int4", "codebook", 16))
 
 
 @pytest.fixture(scope="session")

@@ -72,7 +72,7 @@ def test_table_csv_and_json_have_the_schema(measured: kernel_bench.Report) -> No
     assert data["schema"] == "ktc-bench-kernels/1" and len(data["rows"]) == 12
     assert data["limits"]["4x128x128:2"]["rates"]["dram_huge"]["1"]["high"] > 0
     own = data["about"]["contestants"]["4x128x128:2: ktc int4"]
-    assert own["scheme"] == "int4-g32" and sum(own["kernels"].values()) > 0
+    assert own["scheme"] == "int4-g16c" and sum(own["kernels"].values()) > 0
     assert {"cpu", "threads", "variant", "tuning", "load"} <= set(data["about"])
 
 

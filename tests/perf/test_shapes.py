@@ -22,10 +22,12 @@ def test_operations_count_two_for_each_weight_of_each_routed_expert() -> None:
 
 
 def test_packed_bytes_include_scales_and_padding() -> None:
-    # 4 bits, a one-byte multiplier for 32 weights, one f32 scale per row: 2 * 1408 rows of gate_up and 2048 of down.
+    # 4 bits, a 4-bit selector for 16 weights, one f32 scale per row: 2 * 1408 rows of gate_up and 2048 of down.
     shape = SHAPES["v2lite"]
     expected = shape.expert_params // 2 + shape.expert_params // 32 + 4 * (2 * 1408 + 2048)
     assert shape.expert_bytes(SCHEMES["int4"]) == expected
+    assert shape.expert_bytes(SCHEMES["int4-g32"]) == expected  # a one-byte multiplier for 32 weights
+    assert shape.bits_per_param(SCHEMES["int4"]) < 4.28
     assert shape.bits_per_param(QuantScheme("bf16")) == 16.0
     odd = parse_shape("4x100x70:2")  # H pads to 128, I to 128
     assert odd.expert_bytes(QuantScheme("bf16")) == 2 * (256 * 128 + 128 * 128)

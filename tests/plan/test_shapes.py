@@ -52,7 +52,7 @@ def test_s2_padding_when_the_recipe_says_so() -> None:
 def test_s2_one_matrix_that_does_not_divide_moves_both() -> None:
     """Failure S10 too: gate, up and down of one operator always share one scheme."""
     moe = moe_of(plan_of("data_type: int4, group: 128, group_fallback: [64, 32]", 2048, 1440))
-    assert (moe.gate_up_layout(0).scheme, moe.down_layout(0).scheme) == (QuantScheme("int4", "integer", 32),) * 2
+    assert (moe.gate_up_layout(0).scheme, moe.down_layout(0).scheme) == (QuantScheme("int4", "codebook", 32),) * 2
 
 
 # ---- failure S3: Nemotron (H 2688, I 1856): a peer stored 97% of the bytes in a wider type and said nothing --------

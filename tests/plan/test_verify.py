@@ -57,7 +57,7 @@ BROKEN: list[tuple[Break, str]] = [
     (lambda p: change_moe(p, splits=((0, 32),)), "do not cover 0..64 in blocks of 64"),
     (lambda p: change_moe(p, n_deferred_experts=1), "1 deferred experts of 2"),
     (lambda p: change_moe(p, data_type="fp32", scale="none", group=0), "fp32 on backend hybrid_AMX_AVX512"),
-    (lambda p: change_moe(p, group=48), "int4-g48 does not exist"),
+    (lambda p: change_moe(p, group=48), "int4-g48c does not exist"),
     (lambda p: change_moe(p, top_k=9), "8 experts of [64, 32], top 9"),
     (lambda p: change_moe(p, hidden=96), "model.layers.1.mlp.experts.gate_up_proj is [8, 64, 64] in the model"),
     (lambda p: change_moe(p, activation="relu2"), "activation relu2"),

@@ -73,14 +73,14 @@ def test_bare_list_has_the_same_lines() -> None:
         ({"data_type": "int8"}, SchemeChoice("int8", 0)),
         ({"data_type": "Int8", "group": "Channel"}, SchemeChoice("int8", 0)),
         ({"data_type": "int8", "group": 128}, SchemeChoice("int8", 128)),
-        ({"data_type": "int4"}, SchemeChoice("int4", 32, "integer")),
-        ({"data_type": "INT4", "group": 16}, SchemeChoice("int4", 16, "integer")),
+        ({"data_type": "int4"}, SchemeChoice("int4", 16, "codebook")),
+        ({"data_type": "INT4", "group": 16, "scale": "integer"}, SchemeChoice("int4", 16, "integer")),
         ({"data_type": "int4", "scale": "Float"}, SchemeChoice("int4", 32)),
         ({"data_type": "int4", "scale": "integer"}, SchemeChoice("int4", 32, "integer")),
         ({"data_type": "int4", "scale": "Codebook"}, SchemeChoice("int4", 16, "codebook")),
         ({"data_type": "int4", "scale": "codebook", "group": 64}, SchemeChoice("int4", 64, "codebook")),
-        ({"data_type": "int4", "group": 64, "group_fallback": "refuse"}, SchemeChoice("int4", 64, "integer")),
-        ({"data_type": "int4", "group_fallback": "pad"}, SchemeChoice("int4", 32, "integer", fallback=("pad",))),
+        ({"data_type": "int4", "group": 64, "group_fallback": "refuse"}, SchemeChoice("int4", 64, "codebook")),
+        ({"data_type": "int4", "group_fallback": "pad"}, SchemeChoice("int4", 16, "codebook", fallback=("pad",))),
     ],
 )
 def test_data_types(kwargs: dict[str, object], expected: SchemeChoice) -> None:

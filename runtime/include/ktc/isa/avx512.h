@@ -105,23 +105,22 @@ struct Avx512 {
 #ifdef __AVX512VBMI__
   /* All levels of the eight positive selectors are 128 bytes: two byte permutations look them up. */
   struct Select {
-    I row;                    /* (selector & 3) << 4: where its levels begin in a table of 64 */
+    I row; /* selector & 3 in bits 4-5: where its levels begin in a table of 64; other bits are not looked at
+            */
     __mmask64 second, negate; /* selector & 4: the second table; selector & 8 */
   };
   static KTC_INLINE void load_select(const uint8_t* p, Select* lo, Select* hi) {
-    const I s = spread_select(p), row = _mm512_set1_epi8(0x30);
-    *lo =
-        Select{_mm512_and_si512(_mm512_slli_epi16(s, 4), row), _mm512_test_epi8_mask(s, _mm512_set1_epi8(4)),
-               _mm512_test_epi8_mask(s, _mm512_set1_epi8(8))};
-    *hi = Select{_mm512_and_si512(s, row), _mm512_test_epi8_mask(s, _mm512_set1_epi8(64)),
-                 _mm512_movepi8_mask(s)};
+    const I s = spread_select(p);
+    *lo = Select{_mm512_slli_epi16(s, 4), _mm512_test_epi8_mask(s, _mm512_set1_epi8(4)),
+                 _mm512_test_epi8_mask(s, _mm512_set1_epi8(8))};
+    *hi = Select{s, _mm512_test_epi8_mask(s, _mm512_set1_epi8(64)), _mm512_movepi8_mask(s)};
   }
   /* Negating a byte around 128 negates the level. */
   static KTC_INLINE B levels(B nib, const Select& s) {
     static constexpr CodebookBytes kBytes = codebook_bytes();
     const I t0 = _mm512_load_si512(kBytes.at[0]), t1 = _mm512_load_si512(kBytes.at[4]);
-    /* (nib & 15) | row */
-    const B at = _mm512_ternarylogic_epi32(nib, _mm512_set1_epi8(15), s.row, 0xea);
+    /* bits 0-3 of nib, the others of row; a byte permutation takes bits 0-5 */
+    const B at = _mm512_ternarylogic_epi32(nib, _mm512_set1_epi8(15), s.row, 0xe2);
     const B w = _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(at, t0), s.second, at, t1);
     return _mm512_mask_sub_epi8(w, s.negate, _mm512_setzero_si512(), w);
   }

@@ -219,7 +219,7 @@ def _is_line(entry: Any) -> bool:
         return False
     if "journal" in entry:
         return isinstance(entry.get("key"), dict)
-    if not _ENTRY_KEYS <= entry.keys():
+    if not entry.keys() >= _ENTRY_KEYS:
         return False
     name, size, digest = entry["file"], entry["size"], entry["sha256"]
     if not isinstance(name, str) or type(size) is not int or not isinstance(digest, str):

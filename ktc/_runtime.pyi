@@ -228,7 +228,7 @@ class EmulatedLane:
         """One real decode step; returns the number of its record."""
     def replay(self, number: int) -> dict[str, Any]:
         """A recorded step on the clock (ns, monotonic): `blocks` i64 [blocks, 8], `jobs` i64 [jobs, 4], `end`,
-        `differing` (blocks whose output is not the recorded one), `realtime`."""
+        `differing` (blocks whose output is not the recorded one), `lane_cpu` (ns of its own), `realtime`."""
     def forget(self) -> None: ...
     recorded: int
 

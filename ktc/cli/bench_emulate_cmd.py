@@ -46,6 +46,7 @@ def sweep_options(function: F, steps: int) -> F:
             click.option(
                 "--trace", type=path, help="Write a Perfetto trace: K = 0 and the fastest, and the simulator's."
             ),
+            click.option("--plot", type=path, help="Draw a few layers as measured (.svg, .png, .pdf; matplotlib)."),
             click.option(
                 "--save-profile", type=path, help="Write the machine as measured, for ktc simulate --hardware."
             ),
@@ -134,7 +135,7 @@ def bundle_command(bundle: Path, device: str, prompt: int, verbose: int, **optio
     """Measure decode of BUNDLE for every number of deferred experts, with an emulated device."""
     from ktc.emulate.model import open_emulated, parse_device
 
-    names = ("deferred", "steps", "repeats", "shares", "cached", "trace", "save_profile", "as_json")
+    names = ("deferred", "steps", "repeats", "shares", "cached", "trace", "plot", "save_profile", "as_json")
     sweep = {name: options.pop(name) for name in names}
     set_verbosity(verbose)
     asked = _options(sweep, 0, prompt)
@@ -174,5 +175,10 @@ def _measure(lane: EmulatedLane, title: str, options: Any, sweep: dict[str, Any]
     click.echo(json.dumps(report.to_json(found, title), indent=1) if sweep["as_json"] else report.render(found, title))
     if sweep["trace"] is not None:
         write_trace(sweep["trace"], chrome_trace(report.timelines(found), report.LANES))
+    if sweep["plot"] is not None:
+        from ktc.simulate.plot import draw_rows
+
+        rows = [found.measured[i].typical.row for i in sorted({0, found.best})]
+        draw_rows(rows, report.LANES, f"{title}\n{report.device_line(found)}", sweep["plot"])
     if sweep["save_profile"] is not None:
         write_profile(sweep["save_profile"], found.hardware, [title])

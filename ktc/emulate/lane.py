@@ -35,6 +35,7 @@ class Replay:
         submit: seconds from each due submit callback until a worker began on that block.
         sync: seconds from the last awaited expert (or the due moment) until the device went on, for each block.
         late: seconds by which each submit callback began after it was due.
+        lane: seconds of CPU time that the lane's own thread took for the step; the workers do without them.
         realtime: the lane had real-time priority.
     """
 
@@ -45,6 +46,7 @@ class Replay:
     submit: NDArray[np.float64]
     sync: NDArray[np.float64]
     late: NDArray[np.float64]
+    lane: float
     realtime: bool
 
     @property
@@ -134,7 +136,9 @@ class EmulatedLane:
             slices=slices,
         )
         cores = self._cores(slices, raw["jobs"], window)
-        return Replay(row=row, cores=cores, realtime=raw["realtime"], **self._per_block(slices, raw))
+        return Replay(
+            row=row, cores=cores, lane=raw["lane_cpu"] * 1e-9, realtime=raw["realtime"], **self._per_block(slices, raw)
+        )
 
     def _per_block(self, slices: tuple[Slice, ...], raw: dict[str, Any]) -> dict[str, Any]:
         """The arrays of a `Replay`, by name."""

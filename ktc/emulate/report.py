@@ -17,14 +17,20 @@ from ktc.simulate.trace import Span
 LANES = [DEVICE, LINK, HOST, CPU]
 
 
+def device_line(sweep: Sweep) -> str:
+    """What was emulated, and what was real."""
+    scaled = f", its times multiplied by {sweep.factor:.3g}" if sweep.factor != 1 else ""
+    return (
+        f"device: {sweep.hardware.device.name}, emulated{scaled}; experts: {sweep.threads} threads,"
+        f" {sweep.expert_seconds * 1e3:.3f} ms a layer at K = 0"
+    )
+
+
 def render(sweep: Sweep, title: str) -> str:
     """What `ktc bench emulate` prints: measured and simulated side by side, K by K."""
-    device = sweep.hardware.device.name
     lines = [
         title,
-        f"device: {device}, emulated"
-        + (f", its times multiplied by {sweep.factor:.3g}" if sweep.factor != 1 else "")
-        + f"; experts: {sweep.threads} threads, {sweep.expert_seconds * 1e3:.3f} ms a layer at K = 0",
+        device_line(sweep),
         f"decode, one sequence, device timed for {sweep.context} tokens in the cache; medians of"
         f" {sweep.repeats} replays of {sweep.steps} steps",
         "",
@@ -49,7 +55,8 @@ def render(sweep: Sweep, title: str) -> str:
         f"  * fastest. Gain over K = 0: {tokens:+.1%} tokens/s measured, {tokens_simulated:+.1%} simulated;"
         f" in mid-model {layers:+.1%} and {layers_simulated:+.1%} layers/s",
         "  CPU: the expert pool has a job; cores: its threads are inside tasks. device, both, idle as in ktc simulate",
-        f"  submit callbacks late by {sweep.late[0] * 1e6:.0f} us (median), {sweep.late[1] * 1e6:.0f} us (95%)"
+        f"  submit callbacks late by {sweep.late[0] * 1e6:.0f} us (median), {sweep.late[1] * 1e6:.0f} us (95%);"
+        f" the lane takes {sweep.lane * 1e6:.0f} us of a CPU a layer"
         + ("" if sweep.realtime else "; no right to real-time priority for the lane, which competes with the workers"),
     ]
     return "\n".join(lines)
@@ -81,6 +88,7 @@ def to_json(sweep: Sweep, title: str) -> dict[str, Any]:
         "context": sweep.context,
         "steps": sweep.steps,
         "repeats": sweep.repeats,
+        "lane_cpu_seconds": sweep.lane,
         "realtime": sweep.realtime,
         "late_seconds": {"median": sweep.late[0], "p95": sweep.late[1]},
         "decode": [

@@ -75,6 +75,7 @@ class Sweep:
         factor: by which the profile's device was slowed down.
         expert_seconds: of a layer's routed experts at K = 0.
         late: median and 95th percentile of the submit callbacks' lateness, seconds.
+        lane: CPU time that the lane's own thread takes for a MoE layer, seconds; median over all replays.
         realtime: the lane had real-time priority.
     """
 
@@ -84,6 +85,7 @@ class Sweep:
     factor: float
     expert_seconds: float
     late: tuple[float, float]
+    lane: float
     realtime: bool
     steps: int
     repeats: int
@@ -137,6 +139,7 @@ def run(lane: EmulatedLane, options: SweepOptions) -> Sweep:
         factor=factor,
         expert_seconds=seconds,
         late=(float(np.quantile(late, 0.5)), float(np.quantile(late, 0.95))),
+        lane=statistics.median(r.lane for r in everything) / len(lane.script.blocks),
         realtime=all(r.realtime for r in everything),
         steps=options.steps,
         repeats=options.repeats,

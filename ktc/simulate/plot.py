@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,18 @@ LAYERS = 4
 def write_plot(sim: Simulation, path: Path) -> None:
     """Draw `LAYERS` layers from the middle of the model; the suffix of `path` says the format.
 
+    Raises: as `draw_rows`.
+    """
+    chosen = [sim.rows[0]] + ([sim.rows[sim.auto]] if sim.auto else [])
+    title = f"{sim.plan.model_type}, {sim.plan.recipe}, on {sim.hardware.name} (simulated)"
+    draw_rows(chosen, lanes(sim), title, path)
+
+
+def draw_rows(chosen: Sequence[Row], order: Sequence[str], title: str, path: Path) -> None:
+    """Draw rows one above the other; simulated or measured ones.
+
+    Args:
+        order: lanes from top to bottom; those without work are left out.
     Raises:
         KtcError: matplotlib is not installed, or does not know the format.
         DiskError: the file cannot be written.
@@ -38,17 +51,16 @@ def write_plot(sim: Simulation, path: Path) -> None:
         from matplotlib.patches import Patch
     except ImportError as error:
         raise KtcError("--plot needs matplotlib, which is not installed", "pip install 'ktc[plot]'") from error
-    chosen = [sim.rows[0]] + ([sim.rows[sim.auto]] if sim.auto else [])
     figure = Figure(figsize=(11, 1.0 + 1.7 * len(chosen)), layout="constrained")
     axes: Any = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)
-    names = [lane for lane in lanes(sim) if any(s.task.lane == lane for s in sim.rows[0].slices)]
+    names = [lane for lane in order if any(s.task.lane == lane for s in chosen[0].slices)]
     for axis, row in zip(axes[:, 0], chosen, strict=True):
         _draw(axis, row, names)
     axes[-1, 0].set_xlabel("ms")
     kinds = [kind for kind in COLOURS if kind not in ("head", "copy back")]
     handles = [Patch(color=COLOURS[kind], label=kind.replace(" out", "")) for kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
-    figure.suptitle(f"{sim.plan.model_type}, {sim.plan.recipe}, on {sim.hardware.name} (simulated)", fontsize=10)
+    figure.suptitle(title, fontsize=10)
     try:
         figure.savefig(path)
     except OSError as error:

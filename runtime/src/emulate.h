@@ -42,6 +42,7 @@ struct Replay {
   int64_t end = 0;                   // of the step: after the last operator of the device
   std::vector<Pool::JobTimes> jobs;  // in order of submission
   std::vector<int64_t> differing;    // blocks whose output is not what was recorded
+  int64_t lane_cpu = 0;              // ns that the lane's thread itself took of a CPU
   bool realtime = false;             // the lane had real-time priority
 };
 

@@ -53,7 +53,7 @@ py::dict replay(Lane& lane, int64_t number) {
     std::copy(std::begin(row), std::end(row), jobs.mutable_data(static_cast<py::ssize_t>(i), 0));
   }
   return py::dict("blocks"_a = blocks, "jobs"_a = jobs, "end"_a = r.end, "differing"_a = r.differing,
-                  "realtime"_a = r.realtime);
+                  "lane_cpu"_a = r.lane_cpu, "realtime"_a = r.realtime);
 }
 
 }  // namespace

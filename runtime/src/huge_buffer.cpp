@@ -62,6 +62,12 @@ std::runtime_error read_error(const std::string& path, int64_t offset, const std
   return std::runtime_error(path + ": " + reason + " at offset " + std::to_string(offset));
 }
 
+/* Where the file ends, so that the message is the same whichever chunk beyond the end was read first. */
+int64_t file_end(int fd, int64_t at) {
+  struct stat st;
+  return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) ? std::min<int64_t>(at, st.st_size) : at;
+}
+
 void read_chunk(void* context, const Task& task) {
   const Read& r = *static_cast<const Read*>(context);
   const int64_t chunk = r.ranges[task.node].first + task.index;
@@ -72,7 +78,7 @@ void read_chunk(void* context, const Task& task) {
     if (got < 0 && errno == EINTR) continue;
     if (got < 0)
       throw read_error(*r.path, r.file_offset + at, std::string("read failed: ") + std::strerror(errno));
-    if (got == 0) throw read_error(*r.path, r.file_offset + at, "file ends too early");
+    if (got == 0) throw read_error(*r.path, file_end(r.fd, r.file_offset + at), "file ends too early");
     at += got;
   }
 }

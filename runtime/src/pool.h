@@ -33,6 +33,8 @@ class Pool {
 
   int nodes() const { return static_cast<int>(node_threads_.size()); }
   int threads() const { return static_cast<int>(slots_.size()); }
+  // Nothing is queued or under way, at this moment.
+  bool idle() const { return head_.load(std::memory_order_relaxed) == nullptr; }
   bool caller_works() const { return caller_works_; }
   int node_threads(int node) const { return node_threads_[node]; }
   std::vector<std::string> warnings() const;

@@ -129,7 +129,8 @@ def test_packed_fp32_equals_plain_torch(pair: Any, n_deferred: int, n_skipped: i
 def test_packed_int4_equals_plain_torch(pair: Any, n_deferred: int, n_skipped: int) -> None:
     """Activations are rounded to int8: where a last-bit difference crosses a boundary, one moves by a whole step.
 
-    So most logits agree closely, all of them within what a step can do, and leaving the deferral out is far outside.
+    So most logits agree closely and nearly all tokens are within what a step can do; where a step meets a near-tie of
+    a router, that token takes another expert (at most two tokens of 65). Leaving the deferral out moves many tokens.
     """
     native, oracle = pair("int4")
     ids = tokens(2)
@@ -138,11 +139,12 @@ def test_packed_int4_equals_plain_torch(pair: Any, n_deferred: int, n_skipped: i
     with deferring(oracle, n_deferred, n_skipped):
         want = by_torch(oracle, ids)
     apart = np.abs(got - want) / np.abs(want).max()
-    assert np.isfinite(got).all() and apart.max() <= 3e-2 and np.median(apart) <= 2e-3
+    assert np.isfinite(got).all() and (apart.max(axis=1) > 3e-2).sum() <= 2 and np.median(apart) <= 2e-3
     if n_deferred or n_skipped:
         native.set_deferral(0)
         plain = np.abs(by_graph(native, ids) - want) / np.abs(want).max()
-        assert plain.max() > 3e-2 and np.median(plain) > 2e-3, "deferral changed too little for this test to see"
+        moved = (plain.max(axis=1) > 3e-2).sum()
+        assert moved > 10 and np.median(plain) > 2e-3, "deferral changed too little for this test to see"
 
 
 def test_deferral_is_changed_between_steps_or_not_at_all(pair: Any) -> None:

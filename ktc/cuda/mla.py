@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ktc.engine.mla import KtcMLAAttention
+from ktc.engine.mla import KtcMLAAttention, mask_scores
 
 SCORE_BYTES = 256 << 20
 """Scores of one piece, fp32."""
@@ -43,16 +43,7 @@ class LaneMLAAttention(KtcMLAAttention):
         scores = bmm_fp32(q.reshape(batch, rows, self.rank), c.transpose(1, 2))
         scores += bmm_fp32(q_rope.reshape(batch, rows, self.rope), r.transpose(1, 2))
         scores = scores.mul_(self.scaling).view(batch, heads, count, seen)
-        lowest = torch.finfo(scores.dtype).min
-        if causal:
-            future = torch.ones(count, seen, dtype=torch.bool, device=scores.device).triu(begin + 1)
-            scores.masked_fill_(future, lowest)
-        elif mask is not None:
-            part = mask[:, :, begin : begin + count, :seen]
-            if part.dtype == torch.bool:
-                scores.masked_fill_(~part, lowest)
-            else:
-                scores.add_(part)
+        mask_scores(scores, mask, begin, causal)
         weights = torch.softmax(scores, dim=-1).to(c.dtype).view(batch, rows, seen)
         mixed = torch.bmm(weights, c).view(batch, heads, count, self.rank)
         return torch.matmul(mixed, self.w_uv).transpose(1, 2)

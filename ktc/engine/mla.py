@@ -46,6 +46,22 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def mask_scores(scores: Tensor, mask: Tensor | None, begin: int, causal: bool) -> None:
+    """Mask scores [B, A, t, S] of queries begin.. in place: by position if causal, else by `mask` (bool or added)."""
+    count, seen = scores.shape[-2:]
+    # the lowest number, not -inf: a row that sees nothing (padding) must not become NaN
+    lowest = torch.finfo(scores.dtype).min
+    if causal:
+        future = torch.ones(count, seen, dtype=torch.bool, device=scores.device).triu(begin + 1)
+        scores.masked_fill_(future, lowest)
+    elif mask is not None:
+        part = mask[:, :, begin : begin + count, :seen]
+        if part.dtype == torch.bool:
+            scores.masked_fill_(~part, lowest)
+        else:
+            scores.add_(part)
+
+
 class KtcMLAAttention(nn.Module):
     """Absorbed MLA with the interface of `DeepseekV2Attention` and `DeepseekV3Attention`.
 
@@ -172,17 +188,7 @@ class KtcMLAAttention(nn.Module):
         scores = torch.bmm(q.reshape(batch, rows, self.rank), c.transpose(1, 2))
         scores.baddbmm_(q_rope.reshape(batch, rows, self.rope), r.transpose(1, 2))
         scores = scores.mul_(self.scaling).view(batch, heads, count, seen)
-        # the lowest number, not -inf: a row that sees nothing (padding) must not become NaN
-        lowest = torch.finfo(scores.dtype).min
-        if causal:
-            future = torch.ones(count, seen, dtype=torch.bool, device=scores.device).triu(begin + 1)
-            scores.masked_fill_(future, lowest)
-        elif mask is not None:
-            part = mask[:, :, begin : begin + count, :seen]
-            if part.dtype == torch.bool:
-                scores.masked_fill_(~part, lowest)
-            else:
-                scores.add_(part)
+        mask_scores(scores, mask, begin, causal)
         weights = torch.softmax(scores, dim=-1).view(batch, rows, seen)
         mixed = torch.bmm(weights, c).view(batch, heads, count, self.rank)
         return torch.matmul(mixed, self.w_uv).transpose(1, 2)

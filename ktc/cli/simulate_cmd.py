@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 @click.argument("model")
 @click.option("--recipe", "-r", help="Recipe file, or the name of a shipped recipe.  [default: int4; not for a bundle]")
 @click.option(
-    "--hardware", "-H", required=True, help="Hardware profile: a file, or the name of a shipped one (see docs)."
+    "--hardware",
+    "--profile",
+    "-H",
+    "hardware",
+    required=True,
+    help="Hardware profile: a file, the name of a shipped one, or this-machine (ktc tune).",
 )
 @click.option(
     "--numa",

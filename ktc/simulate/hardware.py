@@ -6,6 +6,7 @@ the file, with their own units in their names, are documented in docs/simulate.m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,7 +40,7 @@ class Cpu:
 
     Attributes:
         dram_local, dram_remote: read rate of one socket's cores from its own and from another socket's memory.
-        peak: operations/s of one socket by unit: amx_bf16, amx_int8, avx512.
+        peak: operations/s of one socket by unit: amx_bf16, amx_int8, avx512, avx512_int8.
         amx_min_tokens: from so many tokens on an expert runs on AMX.
         memory: bytes of one socket's DRAM, or None.
     """
@@ -55,10 +56,19 @@ class Cpu:
 
     def peak_for(self, data_type: DataType, tokens: float) -> float:
         """Operations/s of a socket for an expert with so many tokens."""
-        amx = {"bf16": "amx_bf16", "int8": "amx_int8", "int4": "amx_int8"}.get(data_type)
-        if amx in self.peak and tokens >= self.amx_min_tokens:
-            return self.peak[amx]
-        return self.peak["avx512"]
+        return self.peak[peak_unit(data_type, self.peak, tokens >= self.amx_min_tokens)]
+
+
+def peak_unit(data_type: str, peak: Mapping[str, float], amx: bool) -> str:
+    """Which unit of a profile's `peak_tflops` does the arithmetic of a data type; `amx`: there are tokens enough."""
+    tile, vector = {
+        "bf16": ("amx_bf16", "avx512"),
+        "int8": ("amx_int8", "avx512_int8"),
+        "int4": ("amx_int8", "avx512_int8"),
+    }.get(data_type, ("", "avx512"))
+    if amx and tile in peak:
+        return tile
+    return vector if vector in peak else "avx512"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ _SHIPPED_DIRS = (_PACKAGE / "_data" / "recipes" / "hardware", _PACKAGE.parent / 
 # Kernels per module of ktc's own fused device operators (docs/simulate.md); a profile may say otherwise.
 DEFAULT_KERNELS = {"norm": 1, "linear": 1, "attention": 5, "router": 3, "activation": 1, "add": 1}
 DEFAULT_AMX_MIN_TOKENS = 5
+MAX_AMX_MIN_TOKENS = 10_000
+THIS_MACHINE = "this-machine"
+"""The name of the profile that `ktc tune` writes."""
 
 
 def shipped_profiles() -> dict[str, Path]:
@@ -36,11 +39,19 @@ def shipped_profiles() -> dict[str, Path]:
     return {}
 
 
+def this_machine_path() -> Path:
+    """Where `ktc tune` writes the profile of this machine: beside its crossovers."""
+    from ktc.perf.tuning import config_dir
+
+    return config_dir() / f"{THIS_MACHINE}.yaml"
+
+
 def load_profile(path_or_name: str | Path) -> Hardware:
     """Read a hardware profile.
 
     Args:
-        path_or_name: a file, or the name of a shipped profile (used only when there is no such file).
+        path_or_name: a file, or the name of a shipped profile (used only when there is no such file), or
+            `this-machine`, which `ktc tune` measures.
     Raises:
         ProfileError: not found (lists the shipped ones), unreadable or faulty: `file:line:column: ...`.
     """
@@ -56,7 +67,8 @@ def load_profile(path_or_name: str | Path) -> Hardware:
         raise ProfileError(f"{path}: not a text file (bad UTF-8 at byte {error.start})") from error
     except OSError as error:
         raise ProfileError(f"{path}: cannot be read: {error.strerror}") from error
-    return parse_profile(text, str(path) if path == given else path.name, path.stem)
+    shipped = path in shipped_profiles().values() and path != given
+    return parse_profile(text, path.name if shipped else str(path), path.stem)
 
 
 def parse_profile(text: str, file: str, default_name: str = "profile") -> Hardware:
@@ -85,11 +97,16 @@ def _find(given: Path) -> Path:
         name = given.name.removesuffix(".yaml")
         if name in shipped:
             return shipped[name]
+        if name == THIS_MACHINE:
+            measured = this_machine_path()
+            if measured.is_file():
+                return measured
+            raise ProfileError(f"{measured}: there is no profile of this machine yet", "ktc tune measures it")
     near = difflib.get_close_matches(given.stem, shipped, n=1)
     guess = f"did you mean {near[0]}? " if near else ""
     raise ProfileError(
         f"no hardware profile '{given}' and no shipped profile of that name",
-        f"{guess}shipped profiles: {', '.join(shipped) or 'none found'}",
+        f"{guess}shipped profiles: {', '.join(shipped) or 'none found'}; {THIS_MACHINE} is what ktc tune writes",
     )
 
 

@@ -240,3 +240,17 @@ def test_sessions_do_not_share_a_sequence(on_gpu: Any) -> None:
         first.append(a.decode(token))
         second.append(copy.copy(b.decode(token)))
     assert np.array_equal(np.stack(first), want) and np.array_equal(np.stack(second), want)
+
+
+def test_ktc_tune_measures_the_gpu() -> None:
+    from ktc.perf import machine_profile
+    from ktc.perf.shapes import MoeShape
+    from ktc.simulate.profile import parse_profile
+
+    shape = MoeShape("small", 4, 256, 128, 2, "")
+    profile = machine_profile.measure_machine(("int4",), shape=shape, buffer_bytes=64 << 20, working_set=64 << 20)
+    hardware = parse_profile(profile.yaml(), "p.yaml")
+    assert hardware.device.kind == "cuda" and hardware.device.name == torch.cuda.get_device_name()
+    assert 1e11 < hardware.device.memory_rate < 2e13 and 1e13 < hardware.device.peak < 1e16
+    assert 1e-7 < hardware.device.kernel_time < 1e-4 and 1e9 < hardware.link.rate < 1e12
+    assert hardware.host.submit < 1e-3

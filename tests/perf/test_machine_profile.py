@@ -1,0 +1,167 @@
+"""The hardware profile that `ktc tune` measures: simulate reads it, and it says what this machine has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from ktc.cli.main import cli
+from ktc.errors import DiskError, KtcError
+from ktc.perf import limits, machine_profile
+from ktc.perf.shapes import MoeShape
+from ktc.simulate import ProfileError, load_profile, simulate
+from tests.cli.runner import ktc
+from tests.cuda.conftest import FakeCuda, fake, fake_path  # noqa: F401 - fixtures
+from tests.simulate.conftest import ROOT, small_plan
+
+pytest.importorskip("ktc._runtime")
+SHAPE = MoeShape("small", 4, 256, 128, 2, "")
+SMALL: dict[str, Any] = {"seconds": 0.005, "shape": SHAPE, "buffer_bytes": 16 << 20, "working_set": 1 << 20}
+QWEN = ROOT / "tests" / "configs" / "Qwen3-30B-A3B.json"
+
+
+@pytest.fixture(autouse=True)
+def own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KTC_CONFIG_DIR", str(tmp_path / "config"))
+    return tmp_path / "config"
+
+
+def test_what_is_measured_is_what_simulate_reads(own_config: Path) -> None:
+    profile = machine_profile.measure_machine(("int4", "bf16"), 7, **SMALL)
+    assert profile.write() == own_config / "this-machine.yaml"
+    hardware = load_profile("this-machine")
+    cpu, fields = hardware.cpu, profile.fields["cpu"]
+    assert hardware.name == "this-machine" and hardware.device.kind == "cpu"
+    assert cpu.dram_local == pytest.approx(1e9 * fields["dram_local_gbs"]) and cpu.dram_local > 1e8
+    assert cpu.amx_min_tokens == (7 if "amx_int8" in cpu.peak else 5)
+    assert list(cpu.kernels) == ["ktc", "ktc-bf16"] and cpu.peak["avx512"] > 1e9
+    # a fraction times the rate that it is of gives back what was measured, unless that was more than all
+    raw, ours = profile.fields["measured"]["kernels"]["int4"], cpu.kernels["ktc"]
+    read, done = raw["gbs_at_1_token"] * 1e9, raw["tops_at_512_tokens"] * 1e12
+    assert ours.dram_fraction * cpu.dram_local == pytest.approx(min(read, cpu.dram_local), rel=2e-3)
+    assert ours.compute_fraction * cpu.peak_for("int4", 512) == pytest.approx(done, rel=2e-3)
+    sim = simulate(small_plan(nodes=cpu.sockets), hardware)
+    assert sim.auto == 0 and any("has no device" in note for note in sim.notes)
+
+
+def test_two_sockets_have_a_remote_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    from ktc import _runtime
+
+    cpu = min(os.sched_getaffinity(0))
+    monkeypatch.setattr(_runtime, "numa_nodes", lambda: [[cpu], [cpu]])
+    profile = machine_profile.measure_machine(("int8",), **SMALL)
+    assert profile.fields["cpu"]["sockets"] == 2 and profile.fields["cpu"]["cores_per_socket"] == 1
+    assert 0 < profile.fields["cpu"]["dram_remote_gbs"] <= profile.fields["cpu"]["dram_local_gbs"]
+    assert os.sched_getaffinity(0) != set() and "dram_remote_gbs" in profile.yaml()
+
+
+def rates_of(**rates: float) -> limits.Limits:
+    return limits.Limits({kind: {1: limits.Rate(rate, rate, 1)} for kind, rate in rates.items()}, 1, 0)
+
+
+def test_units_that_a_machine_lacks_are_left_out() -> None:
+    assert machine_profile.peaks(rates_of(dram_huge=1.0, fp32_fma=2e12)) == {"avx512": 2.0}
+    found = machine_profile.peaks(rates_of(fp32_fma=1e12, amx_int8=8e12, avx512_vnni=2e12))
+    assert found == {"amx_int8": 8.0, "avx512": 1.0, "avx512_int8": 2.0}
+    with pytest.raises(KtcError, match="neither AVX2 nor AVX-512"):
+        machine_profile.peaks(rates_of(dram_huge=1.0))
+
+
+def test_more_than_all_counts_as_all() -> None:
+    timed = machine_profile.TimedKernels("int4", "int4", 9e9, 3e12, 1e-3, None)  # type: ignore[arg-type]
+    assert timed.fractions(8e9, {"avx512": 1.0, "amx_int8": 6.0}) == {"dram_fraction": 1.0, "compute_fraction": 0.5}
+    assert timed.fractions(18e9, {"avx512": 4.0, "avx512_int8": 12.0})["compute_fraction"] == 0.25
+
+
+@pytest.mark.parametrize(("formats", "says"), [((), "no format"), (("int5",), "unknown format 'int5'")])
+def test_formats_that_are_none(formats: tuple[str, ...], says: str) -> None:
+    with pytest.raises(KtcError, match=says):
+        machine_profile.measure_machine(formats, **SMALL)
+
+
+def test_the_command_writes_it_and_simulate_finds_it(
+    own_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ktc.perf import crossover
+
+    monkeypatch.setattr(crossover, "measure", lambda *a, **k: [])  # its own tests are elsewhere, and it takes long
+    full = machine_profile.measure_machine
+    monkeypatch.setattr(machine_profile, "measure_machine", lambda formats, rows, **k: full(formats, rows, **SMALL))
+    assert ktc("simulate", QWEN, "-r", "bf16", "-H", "this-machine") == 4
+    err = capsys.readouterr().err
+    assert "there is no profile of this machine yet" in err and "hint: ktc tune measures it" in err
+    assert ktc("tune", "--format", "int4", "--dry-run") == 0 and not own_config.exists()
+    assert "not written (--dry-run)" in capsys.readouterr().out
+    assert ktc("tune", "--format", "int4") == 0
+    assert f"written to {own_config / 'this-machine.yaml'}" in capsys.readouterr().out
+    assert ktc("simulate", QWEN, "-r", "bf16", "--profile", "this-machine") == 0
+    out = capsys.readouterr().out
+    assert "on this-machine" in out and "note: the profile has no device" in out and "auto takes 0" in out
+    elsewhere = tmp_path / "there" / "mine.yaml"
+    assert ktc("tune", "--format", "int4", "--profile", elsewhere, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["profile"]["cpu"] == yaml.safe_load(elsewhere.read_text())["cpu"]
+    assert ktc("tune", "--profile", elsewhere, "--no-profile") == 2
+    assert "exclude each other" in capsys.readouterr().err
+    assert ktc("bench", "emulate", "--profile", "this-machine") == 4
+    assert "there is nothing to emulate" in capsys.readouterr().err
+
+
+def test_a_directory_that_cannot_be_made(own_config: Path) -> None:
+    own_config.write_text("a file where the directory should be")
+    with pytest.raises(DiskError, match="cannot be created"):
+        machine_profile.MachineProfile({}).write()
+
+
+def test_a_damaged_profile_is_named_whole(own_config: Path) -> None:
+    own_config.mkdir()
+    path = own_config / "this-machine.yaml"
+    path.write_text("version: 1\n")
+    with pytest.raises(ProfileError, match=f"{path}:1:1: 'cpu' is missing"):
+        load_profile("this-machine")
+
+
+def test_the_gpus_measurements_run_on_another_device() -> None:
+    """Only the code: on the CPU the figures mean nothing."""
+    import torch
+
+    from ktc.perf.device_rates import rates
+
+    found = rates(torch.device("cpu"), stream_bytes=32 << 20, link_bytes=1 << 20, matrix=64)
+    fields = {
+        "version": 1,
+        "cpu": {
+            "sockets": 1,
+            "cores_per_socket": 1,
+            "dram_local_gbs": 1,
+            "peak_tflops": {"avx512": 1},
+            "kernels": {"ktc": {"dram_fraction": 1, "compute_fraction": 1}},
+        },
+        **found,
+        "host": {"submit_us": 1.0, "sync_us": 1.0},
+    }
+    assert "kernel_us" in machine_profile.MachineProfile(fields).yaml()
+
+
+def test_callbacks_are_timed_on_a_lane(fake: FakeCuda) -> None:  # noqa: F811
+    import torch
+
+    from ktc.perf.device_rates import callback_us
+    from ktc.perf.limits import DRAM_HUGE, Sampler, default_cpus
+
+    cpus = default_cpus(1)
+    sampler = Sampler(cpus, [DRAM_HUGE], [1], 16 << 20)
+    timed = machine_profile._time_kernels(("int8",), SHAPE, cpus, sampler, 0.0, 1 << 20, lambda _: None)
+    submit, sync = callback_us(timed[0], torch.device("cpu"), 0.0, fake.path)
+    assert submit == sync and 0 <= submit < 1e6
+
+
+def test_show_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_profile, "measure_machine", None)
+    assert CliRunner().invoke(cli, ["tune", "--show"]).exit_code == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -165,7 +165,7 @@ def native_layer(
     Returns:
         the operator, and the maps that must live as long as it does.
     """
-    from ktc import _runtime
+    from ktc.engine.packed import native_moe
 
     held: list[NDArray[Any]] = []
 
@@ -182,23 +182,8 @@ def native_layer(
                     out[key] = held[-1].ctypes.data
         return out
 
-    layer = _runtime.Moe(
-        lib,
-        pool,
-        experts=len(experts),
-        top_k=top_k,
-        hidden=moe.hidden,
-        intermediate=moe.intermediate,
-        activation=moe.activation,
-        alpha=moe.alpha,
-        limit=moe.limit,
-        data_type=moe.data_type,
-        scale=moe.scale,
-        group=moe.group,
-        splits=moe.splits,
-        weights=[[pointers(node, e) for e in experts] for node in range(bundle.nodes)],
-    )
-    return layer, held
+    weights = [[pointers(node, e) for e in experts] for node in range(bundle.nodes)]
+    return native_moe(lib, pool, replace(moe, experts=len(experts), top_k=top_k), weights), held
 
 
 def _run_logits(

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ktc.engine.packed import native_moe
 from ktc.errors import KtcError
 from ktc.graph.build import Callback, GraphExecutor, WeightRef
 from ktc.graph.ir import Node
@@ -139,25 +140,8 @@ class StackWeights:
         raise KtcError(f"{node.name} is packed, and only experts should be")
 
     def experts(self, module: str) -> Any:
-        from ktc import _runtime
-
-        shape, scheme = self.options.shape, SCHEMES[self.options.data_type]
-        made = _runtime.Moe(
-            self.lib,
-            self.pool,
-            experts=shape.experts,
-            top_k=shape.top_k,
-            hidden=shape.hidden,
-            intermediate=shape.intermediate,
-            activation="silu_mul",
-            alpha=0.0,
-            limit=0.0,
-            data_type=scheme.data_type,
-            scale=scheme.scale,
-            group=scheme.group,
-            splits=self.experts_packed.splits,
-            weights=self.experts_packed.pointers[self.layer_of[module]],
-        )
+        packed = self.experts_packed
+        made = native_moe(self.lib, self.pool, packed.plan, packed.pointers[self.layer_of[module]])
         self._made.append(made)
         return made
 

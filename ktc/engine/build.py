@@ -18,6 +18,7 @@ from ktc.engine.embedding import KtcEmbedding
 from ktc.engine.linear import KtcLinear
 from ktc.engine.mla import KtcMLAAttention
 from ktc.engine.moe import KtcFusedMoE
+from ktc.engine.packed import native_linear, native_moe
 from ktc.engine.weights import WeightStore
 from ktc.errors import BundleError, KtcError
 from ktc.models.family import Family
@@ -109,7 +110,6 @@ def fill(model: nn.Module, plan: Plan, store: WeightStore, kernels: Kernels) -> 
 
 
 def _fill_packed_linears(model: nn.Module, plan: Plan, store: WeightStore, kernels: Kernels) -> None:
-    from ktc import _runtime
 
     linears = [m for m in plan.modules if m.linear is not None]
     wanted = []
@@ -122,20 +122,7 @@ def _fill_packed_linears(model: nn.Module, plan: Plan, store: WeightStore, kerne
         p = planned.linear
         assert p is not None
         at = {part: address[f"{planned.name}.{part}"] for part in _parts(planned)}
-        native = _runtime.Linear(
-            kernels.lib,
-            kernels.pool,
-            p.n,
-            p.k,
-            p.data_type,
-            p.scale,
-            p.group,
-            at["tiles"],
-            at.get("scale", 0),
-            at.get("mult", 0),
-            at.get("bias", 0),
-            **kernels.options(),
-        )
+        native = native_linear(kernels.lib, kernels.pool, p, at, **kernels.options())
         module = model.get_submodule(planned.name)
         assert isinstance(module, KtcLinear)
         module.attach(native)
@@ -183,26 +170,8 @@ def _fill_experts(module: nn.Module, name: str, moe: MoePlan, store: WeightStore
 
 def make_moe(name: str, moe: MoePlan, store: WeightStore, kernels: Kernels) -> Any:
     """Read one layer's experts; their `_runtime.Moe`, which points into the store."""
-    from ktc import _runtime
-
     weights = [expert_addresses(store, name, moe, node) for node in range(len(moe.splits))]
-    return _runtime.Moe(
-        kernels.lib,
-        kernels.pool,
-        experts=moe.experts,
-        top_k=moe.top_k,
-        hidden=moe.hidden,
-        intermediate=moe.intermediate,
-        activation=moe.activation,
-        alpha=moe.alpha,
-        limit=moe.limit,
-        data_type=moe.data_type,
-        scale=moe.scale,
-        group=moe.group,
-        splits=list(moe.splits),
-        weights=weights,
-        **kernels.options(moe.backend, str(moe.scheme)),
-    )
+    return native_moe(kernels.lib, kernels.pool, moe, weights, **kernels.options(moe.backend, str(moe.scheme)))
 
 
 def expert_addresses(store: WeightStore, name: str, moe: MoePlan, node: int) -> list[dict[str, int]]:

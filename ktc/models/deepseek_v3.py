@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from ktc.models.checks import require, require_experts, require_groups, require_silu
-from ktc.models.family import Config, ExpertShape, Family
-
-
-def shape(config: Config) -> ExpertShape:
-    return ExpertShape(
-        config.n_routed_experts, config.num_experts_per_tok, config.hidden_size, config.moe_intermediate_size
-    )
+from ktc.models.family import Config, Family, shape_from
 
 
 def check(config: Config) -> None:
@@ -26,7 +20,7 @@ FAMILY = Family(
     model_type="deepseek_v3",
     aliases=("kimi_k2", "kimi_k25"),
     moe_class="DeepseekV3MoE",
-    shape=shape,
+    shape=shape_from("n_routed_experts", "moe_intermediate_size"),
     shared="shared_experts",
     mla=True,
     protected=(r"\.self_attn\.kv_b_proj$",),

@@ -29,6 +29,17 @@ class ExpertShape:
     bias: bool = False
 
 
+def shape_from(experts: str, intermediate: str) -> Callable[[Config], ExpertShape]:
+    """Reads a config whose E and I are these attributes, and whose top_k and H have their usual names."""
+
+    def shape(config: Config) -> ExpertShape:
+        return ExpertShape(
+            getattr(config, experts), config.num_experts_per_tok, config.hidden_size, getattr(config, intermediate)
+        )
+
+    return shape
+
+
 @dataclass(frozen=True)
 class ExpertNames:
     """Where a routed expert's matrices are on disk, relative to the MoE module's *disk* prefix.

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from ktc.models.checks import require, require_experts, require_groups, require_silu
-from ktc.models.family import Config, ExpertShape, Family
-
-
-def shape(config: Config) -> ExpertShape:
-    return ExpertShape(
-        config.n_routed_experts, config.num_experts_per_tok, config.hidden_size, config.moe_intermediate_size
-    )
+from ktc.models.family import Config, Family, shape_from
 
 
 def check(config: Config) -> None:
@@ -20,4 +14,10 @@ def check(config: Config) -> None:
     require(config, "topk_method", "noaux_tc")
 
 
-FAMILY = Family(model_type="glm4_moe", moe_class="Glm4MoeMoE", shape=shape, shared="shared_experts", check=check)
+FAMILY = Family(
+    model_type="glm4_moe",
+    moe_class="Glm4MoeMoE",
+    shape=shape_from("n_routed_experts", "moe_intermediate_size"),
+    shared="shared_experts",
+    check=check,
+)

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from ktc.models.checks import require_experts, require_silu
-from ktc.models.family import FUSED_V5, Config, ExpertNames, ExpertShape, Family
+from ktc.models.family import FUSED_V5, Config, ExpertNames, Family, shape_from
 
 EXPERTS = ExpertNames("fused", gate_up="input_linear.weight", down="output_linear.weight")
-
-
-def shape(config: Config) -> ExpertShape:
-    return ExpertShape(
-        config.num_local_experts, config.num_experts_per_tok, config.hidden_size, config.intermediate_size
-    )
 
 
 def check(config: Config) -> None:
@@ -22,7 +16,7 @@ def check(config: Config) -> None:
 FAMILY = Family(
     model_type="granitemoe",
     moe_class="GraniteMoeMoE",
-    shape=shape,
+    shape=shape_from("num_local_experts", "intermediate_size"),
     experts=(EXPERTS, FUSED_V5),
     router="router",
     renames=((r"\.router\.layer\.weight$", ".router.weight"),),

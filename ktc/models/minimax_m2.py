@@ -5,13 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ktc.models.checks import require, require_experts, require_silu
-from ktc.models.family import FUSED_V5, PER_EXPERT_GATE_UP_DOWN, PER_EXPERT_W1_W3_W2, Config, ExpertShape, Family
-
-
-def shape(config: Config) -> ExpertShape:
-    return ExpertShape(
-        config.num_local_experts, config.num_experts_per_tok, config.hidden_size, config.intermediate_size
-    )
+from ktc.models.family import FUSED_V5, PER_EXPERT_GATE_UP_DOWN, PER_EXPERT_W1_W3_W2, Config, Family, shape_from
 
 
 def check(config: Config) -> None:
@@ -33,7 +27,7 @@ def route(block: Any, hidden: Any) -> tuple[Any, Any]:
 FAMILY = Family(
     model_type="minimax_m2",
     moe_class="MiniMaxM2SparseMoeBlock",
-    shape=shape,
+    shape=shape_from("num_local_experts", "intermediate_size"),
     experts=(PER_EXPERT_W1_W3_W2, PER_EXPERT_GATE_UP_DOWN, FUSED_V5),
     route=route,
     renames=((r"\.block_sparse_moe\.", ".mlp."),),

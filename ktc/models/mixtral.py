@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from ktc.models.checks import require_experts, require_silu
-from ktc.models.family import FUSED_V5, PER_EXPERT_W1_W3_W2, Config, ExpertShape, Family
-
-
-def shape(config: Config) -> ExpertShape:
-    return ExpertShape(
-        config.num_local_experts, config.num_experts_per_tok, config.hidden_size, config.intermediate_size
-    )
+from ktc.models.family import FUSED_V5, PER_EXPERT_W1_W3_W2, Config, Family, shape_from
 
 
 def check(config: Config) -> None:
@@ -20,7 +14,7 @@ def check(config: Config) -> None:
 FAMILY = Family(
     model_type="mixtral",
     moe_class="MixtralSparseMoeBlock",
-    shape=shape,
+    shape=shape_from("num_local_experts", "intermediate_size"),
     experts=(PER_EXPERT_W1_W3_W2, FUSED_V5),
     renames=((r"\.block_sparse_moe\.", ".mlp."),),
     check=check,

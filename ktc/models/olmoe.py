@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from ktc.models.checks import require_experts, require_silu
-from ktc.models.family import Config, ExpertShape, Family
-
-
-def shape(config: Config) -> ExpertShape:
-    return ExpertShape(config.num_experts, config.num_experts_per_tok, config.hidden_size, config.intermediate_size)
+from ktc.models.family import Config, Family, shape_from
 
 
 def check(config: Config) -> None:
@@ -15,4 +11,9 @@ def check(config: Config) -> None:
     require_experts(config, config.num_experts, config.num_experts_per_tok)
 
 
-FAMILY = Family(model_type="olmoe", moe_class="OlmoeSparseMoeBlock", shape=shape, check=check)
+FAMILY = Family(
+    model_type="olmoe",
+    moe_class="OlmoeSparseMoeBlock",
+    shape=shape_from("num_experts", "intermediate_size"),
+    check=check,
+)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from ktc.models.checks import require_experts, require_silu
-from ktc.models.family import Config, ExpertShape, Family
-
-
-def shape(config: Config) -> ExpertShape:
-    return ExpertShape(config.num_experts, config.num_experts_per_tok, config.hidden_size, config.moe_intermediate_size)
+from ktc.models.family import Config, Family, shape_from
 
 
 def check(config: Config) -> None:
@@ -18,7 +14,7 @@ def check(config: Config) -> None:
 FAMILY = Family(
     model_type="qwen2_moe",
     moe_class="Qwen2MoeSparseMoeBlock",
-    shape=shape,
+    shape=shape_from("num_experts", "moe_intermediate_size"),
     shared="shared_expert",
     shared_gate="shared_expert_gate",
     protected=(r"\.mlp\.shared_expert_gate$",),

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from ktc.models.checks import require_experts, require_silu
-from ktc.models.family import Config, ExpertShape, Family
-
-
-def shape(config: Config) -> ExpertShape:
-    # Released configs say num_experts, files saved by transformers 5 num_local_experts: the config object maps both.
-    return ExpertShape(config.num_experts, config.num_experts_per_tok, config.hidden_size, config.moe_intermediate_size)
+from ktc.models.family import Config, Family, shape_from
 
 
 def check(config: Config) -> None:
@@ -16,4 +11,10 @@ def check(config: Config) -> None:
     require_experts(config, config.num_experts, config.num_experts_per_tok)
 
 
-FAMILY = Family(model_type="qwen3_moe", moe_class="Qwen3MoeSparseMoeBlock", shape=shape, check=check)
+FAMILY = Family(
+    model_type="qwen3_moe",
+    moe_class="Qwen3MoeSparseMoeBlock",
+    # Released configs say num_experts, files saved by transformers 5 num_local_experts: the config object maps both.
+    shape=shape_from("num_experts", "moe_intermediate_size"),
+    check=check,
+)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ktc.engine.packed import native_linear, native_moe
 from ktc.errors import BundleError, KtcError
 from ktc.graph.build import MATRIX_ROLES, Callback, WeightRef
 from ktc.graph.ir import Node, Program
@@ -119,52 +120,19 @@ class BundleWeights:
         return vector.ctypes.data, "fp32", 1, vector.size
 
     def linear(self, node: Node) -> Any:
-        from ktc import _runtime
-
         module = node.weights["tiles"].removesuffix(".tiles")
         p = self.linears.get(module)
         if p is None:
             raise BundleError(f"{self.bundle.path}: the graph runs {module} on packed tiles, the plan does not")
-        at = {r: self._address[None, node.weights[r]] if r in node.weights else 0 for r in PACKED_PARTS}
-        made = _runtime.Linear(
-            self.lib,
-            self.pool,
-            p.n,
-            p.k,
-            p.data_type,
-            p.scale,
-            p.group,
-            at["tiles"],
-            at["scale"],
-            at["mult"],
-            at["bias"],
-            **self._choice,
-        )
+        at = {r: self._address[None, node.weights[r]] for r in PACKED_PARTS if r in node.weights}
+        made = native_linear(self.lib, self.pool, p, at, **self._choice)
         self._native.append(made)
         return made
 
     def experts(self, module: str) -> Any:
-        from ktc import _runtime
-
         p = self.moes[module]
         weights = [self._expert_addresses(module, p, node) for node in range(len(p.splits))]
-        made = _runtime.Moe(
-            self.lib,
-            self.pool,
-            experts=p.experts,
-            top_k=p.top_k,
-            hidden=p.hidden,
-            intermediate=p.intermediate,
-            activation=p.activation,
-            alpha=p.alpha,
-            limit=p.limit,
-            data_type=p.data_type,
-            scale=p.scale,
-            group=p.group,
-            splits=list(p.splits),
-            weights=weights,
-            **self._choice,
-        )
+        made = native_moe(self.lib, self.pool, p, weights, **self._choice)
         self._native.append(made)
         return made
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ktc.engine.packed import native_moe
 from ktc.layout import QuantScheme, round_up, split_intermediate, split_unit
 from ktc.perf.limits import l3_bytes
 from ktc.perf.routing import Routing
 from ktc.perf.shapes import MoeShape
+from ktc.plan.ir import MoePlan
 
 if TYPE_CHECKING:
     from ktc.codegen.spec import KernelSpecs
@@ -118,17 +120,13 @@ def layers_for(layer_bytes: float, working_set: int | None = None) -> int:
     return min(_MAX_LAYERS, max(1, -(-wanted // int(max(1, layer_bytes)))))
 
 
-def splits_for(shape: MoeShape, scheme: QuantScheme, nodes: int) -> list[tuple[int, int]]:
-    return split_intermediate(shape.intermediate, nodes, split_unit(scheme))
-
-
 def specs_for_shape(shape: MoeShape, scheme: QuantScheme, nodes: int = 1) -> KernelSpecs:
     """The kernels of one layer of this shape, the same that a plan would ask for."""
     from ktc.codegen.spec import KernelSpec, KernelSpecs
 
     key = (scheme.data_type, scheme.scale, scheme.group)
     specs = [KernelSpec(*key, "silu_mul", round_up(shape.hidden, 64))]
-    for begin, end in splits_for(shape, scheme, nodes):
+    for begin, end in moe_plan(shape, scheme, nodes).splits:
         specs += [KernelSpec(*key, "store", end - begin), KernelSpec(*key, "scatter_add", end - begin)]
     return KernelSpecs(tuple(specs))
 
@@ -156,15 +154,11 @@ def kernel_library(specs: KernelSpecs, variant: str | None = None) -> Any:
         raise BuildError(f"kernel library {built.path}: {error}") from error
 
 
-def pack(shape: MoeShape, scheme: QuantScheme, nodes: int, experts: list[DenseExpert]) -> list[list[PackedExpert]]:
-    """[expert][node]: quantised and packed as `ktc compile` does it."""
-    from ktc.checkpoint.experts import ExpertWeights
-    from ktc.pack.experts import pack_expert, split_expert
-    from ktc.plan.ir import MoePlan
-
-    plan = MoePlan(
-        experts=len(experts),
-        top_k=1,
+def moe_plan(shape: MoeShape, scheme: QuantScheme, nodes: int) -> MoePlan:
+    """A layer of this shape as a plan would have it."""
+    return MoePlan(
+        experts=shape.experts,
+        top_k=shape.top_k,
         hidden=shape.hidden,
         intermediate=shape.intermediate,
         activation="silu_mul",
@@ -176,8 +170,16 @@ def pack(shape: MoeShape, scheme: QuantScheme, nodes: int, experts: list[DenseEx
         group=scheme.group,
         backend="",
         n_deferred_experts=0,
-        splits=tuple(splits_for(shape, scheme, nodes)),
+        splits=tuple(split_intermediate(shape.intermediate, nodes, split_unit(scheme))),
     )
+
+
+def pack(shape: MoeShape, scheme: QuantScheme, nodes: int, experts: list[DenseExpert]) -> list[list[PackedExpert]]:
+    """[expert][node]: quantised and packed as `ktc compile` does it."""
+    from ktc.checkpoint.experts import ExpertWeights
+    from ktc.pack.experts import pack_expert, split_expert
+
+    plan = replace(moe_plan(shape, scheme, nodes), experts=len(experts), top_k=1)
     names = {name: name for name in ("gate", "up", "down")}
     return [
         list(split_expert(plan, pack_expert(plan, ExpertWeights(e.gate, e.up, e.down, "fp32"), names))) for e in experts
@@ -193,7 +195,7 @@ class KtcWeights:
         from ktc import _runtime
 
         self.shape, self.scheme, self.nodes, self.layers = shape, scheme, nodes, layers
-        self.splits = splits_for(shape, scheme, nodes)
+        self.plan = moe_plan(shape, scheme, nodes)
         packed = pack(shape, scheme, nodes, experts)
         self._buffers: list[Any] = []
         self.pointers: list[list[list[dict[str, int]]]] = []  # [layer][node][expert]
@@ -259,8 +261,6 @@ class KtcExperts:
         scheduling: str = "dynamic",
         min_rows: dict[str, int] | None = None,
     ) -> None:
-        from ktc import _runtime
-
         shape, scheme = weights.shape, weights.scheme
         self.name = name or f"ktc {scheme.data_type}"
         self.data_type: str = scheme.data_type
@@ -270,25 +270,7 @@ class KtcExperts:
         self.weights = weights
         self._out = np.zeros((0, shape.hidden), np.float32)
         self._moes = [
-            _runtime.Moe(
-                lib,
-                pool,
-                experts=shape.experts,
-                top_k=shape.top_k,
-                hidden=shape.hidden,
-                intermediate=shape.intermediate,
-                activation="silu_mul",
-                alpha=0.0,
-                limit=0.0,
-                data_type=scheme.data_type,
-                scale=scheme.scale,
-                group=scheme.group,
-                splits=weights.splits,
-                weights=pointers,
-                force=force,
-                scheduling=scheduling,
-                min_rows=min_rows or {},
-            )
+            native_moe(lib, pool, weights.plan, pointers, force=force, scheduling=scheduling, min_rows=min_rows or {})
             for pointers in weights.pointers
         ]
 
@@ -312,7 +294,7 @@ class KtcExperts:
     def about(self) -> dict[str, Any]:
         kernels: dict[str, int] = {}
         for moe in self._moes:
-            for name, calls in moe.report()["kernels"].items():  # type: ignore[attr-defined]
+            for name, calls in moe.report()["kernels"].items():
                 kernels[name] = kernels.get(name, 0) + calls
         return {
             "scheme": str(self.weights.scheme),

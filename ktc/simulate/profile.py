@@ -15,28 +15,30 @@ from typing import TYPE_CHECKING, Any
 
 from ktc.errors import RecipeError
 from ktc.paths import expand
-from ktc.recipe.yaml_marks import MAX_BYTES, Document, parse
+from ktc.recipe.shipped import Shipped
+from ktc.recipe.yaml_marks import Document, parse
 from ktc.simulate.hardware import Cpu, Device, Hardware, Host, Kernels, Link, ProfileError
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-_SHIPPED_DIRS = (_PACKAGE / "_data" / "recipes" / "hardware", _PACKAGE.parent / "recipes" / "hardware")
 # Kernels per module of ktc's own fused device operators (docs/simulate.md); a profile may say otherwise.
 DEFAULT_KERNELS = {"norm": 1, "linear": 1, "attention": 5, "router": 3, "activation": 1, "add": 1}
 DEFAULT_AMX_MIN_TOKENS = 5
 MAX_AMX_MIN_TOKENS = 10_000
 THIS_MACHINE = "this-machine"
 """The name of the profile that `ktc tune` writes."""
+_PROFILES = Shipped(
+    "hardware profile",
+    Path("recipes/hardware"),
+    ProfileError,
+    also=f"; {THIS_MACHINE} is what ktc tune writes",
+)
 
 
 def shipped_profiles() -> dict[str, Path]:
     """Name without suffix -> file, for every profile that comes with ktc."""
-    for folder in _SHIPPED_DIRS:
-        if folder.is_dir():
-            return {f.stem: f for f in sorted(folder.glob("*.yaml"))}
-    return {}
+    return _PROFILES.files()
 
 
 def this_machine_path() -> Path:
@@ -56,19 +58,11 @@ def load_profile(path_or_name: str | Path) -> Hardware:
         ProfileError: not found (lists the shipped ones), unreadable or faulty: `file:line:column: ...`.
     """
     given = expand(path_or_name)
-    path = _find(given)
-    try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ProfileError(f"{path}: larger than {MAX_BYTES >> 20} MB", "is this the right file?")
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ProfileError(f"{path}: not a text file (bad UTF-8 at byte {error.start})") from error
-    except OSError as error:
-        raise ProfileError(f"{path}: cannot be read: {error.strerror}") from error
-    shipped = path in shipped_profiles().values() and path != given
-    return parse_profile(text, path.name if shipped else str(path), path.stem)
+    if given.parent in _PROFILES.prefixes() and given.name.removesuffix(".yaml") == THIS_MACHINE and not given.exists():
+        given = this_machine_path()
+        if not given.is_file():
+            raise ProfileError(f"{given}: there is no profile of this machine yet", "ktc tune measures it")
+    return parse_profile(*_PROFILES.read(given))
 
 
 def parse_profile(text: str, file: str, default_name: str = "profile") -> Hardware:
@@ -85,29 +79,6 @@ def parse_profile(text: str, file: str, default_name: str = "profile") -> Hardwa
         raise _explain(errors, document)
     _check_finite(document)
     return _hardware(document, default_name)
-
-
-def _find(given: Path) -> Path:
-    if given.is_file():
-        return given
-    if given.is_dir():
-        raise ProfileError(f"{given}: is a directory, not a hardware profile")
-    shipped = shipped_profiles()
-    if given.parent in (Path(), Path("hardware"), Path("recipes/hardware")) and given.suffix in ("", ".yaml"):
-        name = given.name.removesuffix(".yaml")
-        if name in shipped:
-            return shipped[name]
-        if name == THIS_MACHINE:
-            measured = this_machine_path()
-            if measured.is_file():
-                return measured
-            raise ProfileError(f"{measured}: there is no profile of this machine yet", "ktc tune measures it")
-    near = difflib.get_close_matches(given.stem, shipped, n=1)
-    guess = f"did you mean {near[0]}? " if near else ""
-    raise ProfileError(
-        f"no hardware profile '{given}' and no shipped profile of that name",
-        f"{guess}shipped profiles: {', '.join(shipped) or 'none found'}; {THIS_MACHINE} is what ktc tune writes",
-    )
 
 
 @cache

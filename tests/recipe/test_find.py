@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ktc.errors import RecipeError
-from ktc.recipe import find, load_recipe, parse_recipe, shipped_recipes
+from ktc.recipe import load_recipe, parse_recipe, shipped, shipped_recipes
 
 ONE_RULE = "- match: {role: moe}\n  replace: {class: default}\n"
 
@@ -31,9 +31,9 @@ def test_a_file_of_the_same_name_wins(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_installed_recipes_win_over_a_source_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "mine.yaml").write_text(ONE_RULE)
-    monkeypatch.setattr(find, "_SHIPPED_DIRS", (tmp_path / "absent", tmp_path / "data"))
+    (tmp_path / "data" / "recipes").mkdir(parents=True)
+    (tmp_path / "data" / "recipes" / "mine.yaml").write_text(ONE_RULE)
+    monkeypatch.setattr(shipped, "ROOTS", (tmp_path / "absent", tmp_path / "data"))
     assert list(shipped_recipes()) == ["mine"]
     assert load_recipe("mine").name == "mine"
 

@@ -75,6 +75,8 @@ class HugeBuffer:
     def __init__(self, nbytes: int, node: int = -1) -> None: ...
     ptr: int
     nbytes: int
+    node_id: int
+    """The node of /sys/devices/system/node that its pages belong on; -1 = anywhere."""
     def read_file(self, path: str | bytes, file_offset: int, nbytes: int, dst_offset: int, pool: Pool) -> None:
         """Parallel pread by the node's threads. RuntimeError names file and offset."""
     def huge_bytes(self) -> int:

@@ -102,6 +102,11 @@ def _topology() -> Iterator[Line]:
         return
     shown = "; ".join(f"node {i}: {len(cpus)} CPUs" for i, cpus in enumerate(nodes))
     yield Line("numa", f"{len(nodes)} node{'s' * (len(nodes) != 1)} ({shown})")
+    from ktc.engine.placement import misplaced, trial
+
+    if found := trial(len(nodes)):
+        advice = "sockets will read each other's memory: give the container CAP_SYS_NICE, or seccomp rules with mbind"
+        yield Line("numa memory", "; ".join(p.line() for p in found), advice if misplaced(found) else "")
 
 
 def _memory() -> Iterator[Line]:

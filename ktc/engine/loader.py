@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktc.engine import pool as pools
+from ktc.engine.placement import misplaced
 from ktc.errors import BuildError, BundleError, KtcError
 from ktc.progress import Progress
 
@@ -87,7 +88,8 @@ def load(
     report.layers = layers
     report.tuning = str(tuning)
     report.seconds = time.perf_counter() - started
-    report.degraded = degraded = degraded + kernels.notes + pool.warnings()
+    report.placement = store.placement()
+    report.degraded = degraded = degraded + kernels.notes + pool.warnings() + misplaced(report.placement)
     if strict and degraded:
         raise KtcError("strict: " + "; ".join(degraded), "leave out --strict to run all the same")
     model.ktc_report = report

@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
+from ktc.engine.placement import NodePlacement
 from ktc.plan.ir import ModulePlan, Plan
 from ktc.progress import format_bytes, format_seconds
 
@@ -20,6 +21,7 @@ class LoadReport:
     variant: kernel library in use; `best`: what this machine could run of what ktc has.
     threads: per node.
     weight_bytes, huge_bytes: memory of packed weights, and how much of it really is in huge pages.
+    placement: on a machine with several NUMA nodes, how much of each node's experts is in its own memory.
     tuning: from how many tokens per expert AMX kernels are preferred, and where that comes from (`ktc tune`).
     degraded: each reason why this run is slower than the machine allows, or not what the recipe says.
     """
@@ -32,6 +34,7 @@ class LoadReport:
     huge_bytes: int = 0
     seconds: float = 0.0
     tuning: str = ""
+    placement: list[NodePlacement] = field(default_factory=list)
     degraded: list[str] = field(default_factory=list)
     layers: list[tuple[str, str]] = field(default_factory=list)
 
@@ -50,7 +53,8 @@ class LoadReport:
     def lines(self) -> list[str]:
         """The summary, then one line per kind of module with where it occurs, then what is degraded."""
         width = max((len(where) for where, _ in self.layers), default=0)
-        out = [self.summary(), *(f"  {where:<{width}}  {what}" for where, what in self.layers)]
+        out = [self.summary(), *(f"  {p.line()}" for p in self.placement)]
+        out += [f"  {where:<{width}}  {what}" for where, what in self.layers]
         if self.tuning and not self.force_kernel:
             out.append(f"  kernel choice: {self.tuning}")
         return out + [f"  degraded: {reason}" for reason in self.degraded]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ktc.engine.memory import check_memory as check_memory
+from ktc.engine.placement import NodePlacement, check
 from ktc.errors import BundleError, KtcError
 from ktc.layout import round_up
 from ktc.progress import Progress, format_bytes
@@ -53,6 +54,10 @@ class WeightStore:
     def huge_bytes(self) -> int:
         """Bytes that the kernel really keeps in huge pages."""
         return sum(b.huge_bytes() for b in self.buffers)
+
+    def placement(self) -> list[NodePlacement]:
+        """Where each node's weights really lie; empty where there is one node, or none is bound."""
+        return check(self.buffers)
 
     def ref(self, name: str, node: int | None = None) -> TensorRef:
         """

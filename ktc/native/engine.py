@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ktc.engine.placement import NodePlacement, misplaced
 from ktc.errors import BuildError, BundleError, KtcError
 from ktc.graph.build import PREFILL_CHUNK, GraphExecutor
 from ktc.graph.ir import Program
@@ -49,6 +50,7 @@ class NativeReport:
     n_deferred: int | None = None
     n_skipped: int = 0
     seconds: float = 0.0
+    placement: list[NodePlacement] = field(default_factory=list)
     degraded: list[str] = field(default_factory=list)
     plan: Plan | None = None
     lib: Any = None
@@ -71,6 +73,7 @@ class NativeReport:
             f"  caches {format_bytes(self.cache_bytes)} for {self.context} positions,"
             f" scratch {format_bytes(self.arena_bytes)}",
         ]
+        out += [f"  {p.line()}" for p in self.placement]
         if self.n_deferred:
             out.append(f"  {self.n_deferred} experts of each MoE layer are deferred while decoding")
         if self.n_skipped:
@@ -260,9 +263,8 @@ def open_native(
         lib = _runtime.KernelLib(os.fsencode(library))
     except RuntimeError as error:
         raise BuildError(f"kernel library {library}: {error}") from error
-    placement = pools.place(_runtime.numa_nodes(), bundle.plan.nodes, threads, emulate_nodes)
-    pool = pools.get_pool(placement, caller_works)
-    degraded += pool.warnings()
+    cpus = pools.place(_runtime.numa_nodes(), bundle.plan.nodes, threads, emulate_nodes)
+    pool = pools.get_pool(cpus, caller_works)
     context = min(context or DEFAULT_CONTEXT, program.context)
     total = sum(ref.nbytes for ref in wanted_tensors(bundle, program).values())
     if check_memory:
@@ -274,7 +276,8 @@ def open_native(
         )
     try:
         with Progress("load weights", total, "B") as progress:
-            weights = BundleWeights(bundle, program, lib, pool, force_kernel, load_tuning().min_rows, progress)
+            min_rows = load_tuning().min_rows
+            weights = BundleWeights(bundle, program, lib, pool, force_kernel, min_rows, progress, not emulate_nodes)
         graph = GraphExecutor(
             program,
             weights,
@@ -287,6 +290,8 @@ def open_native(
         )
     except (RuntimeError, ValueError) as error:  # a kernel that the plan needs is not in the library
         raise BuildError(f"{bundle.path}: {error}") from error
+    placement = weights.placement()
+    degraded += pool.warnings() + misplaced(placement)
     config = bundle.read_object("model/config.json")
     name = "model/generation_config.json"
     generation = bundle.read_object(name) if name in bundle.files else None
@@ -296,7 +301,7 @@ def open_native(
         str(bundle.path),
         lib.variant,
         graph.native.isa,
-        [len(n) for n in placement],
+        [len(n) for n in cpus],
         weights.nbytes,
         weights,
         graph.arena_bytes,
@@ -305,6 +310,7 @@ def open_native(
         n_deferred,
         n_skipped,
         time.perf_counter() - started,
+        placement,
         degraded,
         bundle.plan,
         lib,

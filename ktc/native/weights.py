@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktc.engine.packed import native_linear, native_moe
+from ktc.engine.placement import NodePlacement, check
 from ktc.errors import BundleError, KtcError
 from ktc.graph.build import MATRIX_ROLES, Callback, WeightRef
 from ktc.graph.ir import Node, Program
@@ -76,9 +77,11 @@ class BundleWeights:
         force: str = "",
         min_rows: Mapping[str, int] | None = None,
         progress: Progress | None = None,
+        bind: bool = True,
     ) -> None:
         """
         Args:
+            bind: place a node's experts on that NUMA node (not where nodes are emulated).
             force: part of the name of kernels to use whatever the row count.
             min_rows: measured crossovers of `ktc tune`.
         Raises:
@@ -93,6 +96,7 @@ class BundleWeights:
         self._vectors: dict[str, NDArray[np.float32]] = {}
         self._native: list[Any] = []
         self._progress = progress
+        self._bind = bind and bundle.nodes > 1  # of one node: its threads may be anywhere
         self._read_all(program)
 
     @property
@@ -101,6 +105,10 @@ class BundleWeights:
 
     def huge_bytes(self) -> int:
         return sum(int(b.huge_bytes()) for b in self.buffers)
+
+    def placement(self) -> list[NodePlacement]:
+        """Where each node's experts really lie; empty where there is one node, or none is bound."""
+        return check(self.buffers)
 
     # ---- what the executor asks for -----------------------------------------------------------
     def matrix(self, name: str) -> WeightRef:
@@ -153,7 +161,8 @@ class BundleWeights:
         for key, ref in wanted.items():
             files.setdefault((key[0], ref.file), []).append((key, ref))
         for (node_id, file), items in files.items():
-            self._read_file(file, -1 if node_id is None else node_id, sorted(items, key=lambda item: item[1].offset))
+            node = node_id if node_id is not None and self._bind else -1
+            self._read_file(file, node, sorted(items, key=lambda item: item[1].offset))
 
     def _read_file(self, file: Path, node: int, items: list[tuple[Key, TensorRef]]) -> None:
         """One buffer a file; neighbouring tensors are one read."""

@@ -180,6 +180,7 @@ void bind_run(py::module_& m) {
       .def(py::init<int64_t, int>(), "nbytes"_a, "node"_a = -1)
       .def_property_readonly("ptr", [](const HugeBuffer& b) { return reinterpret_cast<uintptr_t>(b.data()); })
       .def_property_readonly("nbytes", &HugeBuffer::size)
+      .def_property_readonly("node_id", &HugeBuffer::node_id)
       .def(
           "read_file",
           [](HugeBuffer& self, const std::string& path, int64_t file_offset, int64_t nbytes,

@@ -21,18 +21,21 @@ namespace {
 
 constexpr int64_t kChunk = 8 << 20;  // whole huge pages, so that one thread touches each of them first
 
-// Empty, or why the memory stays unbound.
-std::string bind_to_node(void* data, int64_t nbytes, int node) {
+// The id of a node of numa_nodes(); -1 where there is nothing to choose between.
+int id_of(int node) {
   const std::vector<NumaNode> nodes = numa_nodes();
-  if (node < 0 || nodes.size() < 2 || node >= static_cast<int>(nodes.size())) return "";
-  const int id = nodes[node].id;
+  return node < 0 || nodes.size() < 2 || node >= static_cast<int>(nodes.size()) ? -1 : nodes[node].id;
+}
+
+// Empty, or why the memory stays unbound.
+std::string bind_to_node(void* data, int64_t nbytes, int id) {
   constexpr int kBits = 8 * sizeof(unsigned long);
   std::vector<unsigned long> mask(id / kBits + 1, 0);
   mask[id / kBits] |= 1ul << (id % kBits);
   // The kernel reads one bit fewer than it is told.
   if (syscall(SYS_mbind, data, nbytes, MPOL_BIND, mask.data(), mask.size() * kBits + 1, 0) == 0) return "";
   return std::string("cannot bind memory to NUMA node ") + std::to_string(id) + ": " + std::strerror(errno) +
-         "; it goes where the reading threads are";
+         "; it goes where the reading threads are (a container needs CAP_SYS_NICE to bind)";
 }
 
 class File {
@@ -88,7 +91,8 @@ void read_chunk(void* context, const Task& task) {
 HugeBuffer::HugeBuffer(int64_t nbytes, int node) : nbytes_(nbytes), node_(node) {
   if (nbytes < 0) throw std::invalid_argument("negative buffer size");
   mapping_ = Mapping(nbytes);
-  if (nbytes > 0) bind_warning_ = bind_to_node(mapping_.data(), mapping_.size(), node);
+  if (nbytes > 0) node_id_ = id_of(node);
+  if (node_id_ >= 0) bind_warning_ = bind_to_node(mapping_.data(), mapping_.size(), node_id_);
 }
 
 void HugeBuffer::read_file(const std::string& path, int64_t file_offset, int64_t nbytes, int64_t dst_offset,

@@ -17,6 +17,9 @@ class HugeBuffer {
 
   uint8_t* data() const { return mapping_.data(); }
   int64_t size() const { return nbytes_; }
+  // The node that the pages belong on, as in /sys/devices/system/node; -1 = anywhere. Whether they are there
+  // is for /proc/self/numa_maps to say: binding may be forbidden.
+  int node_id() const { return node_id_; }
 
   // Parallel pread into [dst_offset, dst_offset + nbytes). Throws std::runtime_error naming the file
   // and the offset for a short read or an I/O error.
@@ -30,7 +33,7 @@ class HugeBuffer {
  private:
   Mapping mapping_;
   int64_t nbytes_;
-  int node_;
+  int node_, node_id_ = -1;
   std::string bind_warning_;  // handed to the pool that reads
 };
 

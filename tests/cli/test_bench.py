@@ -1,9 +1,13 @@
+"""`ktc bench BUNDLE`: its table, and that it measures what `ktc run` does."""
+
 from __future__ import annotations
 
 import csv
 import io
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -69,3 +73,27 @@ def test_graph_is_the_default_and_both_take_turns(bundle: Path) -> None:
 def test_deferral_needs_the_graph(bundle: Path) -> None:
     result = run(bundle, "-p", 4, "-n", 1, "-r", 1, "--graph", "off", "--skip", 1)
     assert "--skip needs the graph" in str(result.exception)
+
+
+def test_m7_what_is_compared_is_the_whole_step(bundle: Path) -> None:
+    """failures.md M7: pinning won in a micro-benchmark and lost end to end. Time that a choice costs outside its
+    kernels counts here: of two models with the same kernels, the one held up elsewhere in each step is slower."""
+    from ktc.engine.bench import measure
+    from ktc.engine.report import kernels_in_use
+    from ktc.native import NativeModel, open_native
+
+    held_up = 0.02  # seconds a step
+
+    class Disturbed(NativeModel):
+        def _step(self, *arguments: Any, **options: Any) -> Any:
+            time.sleep(held_up)
+            return super()._step(*arguments, **options)
+
+    models = {name: open_native(bundle) for name in ("plain", "disturbed")}
+    models["disturbed"].__class__ = Disturbed
+    rows = {(r.graph, r.test): r for r in measure(models, prompt=8, decode=4, repetitions=3)}
+    assert max(rows["disturbed", "decode 4"].samples) <= 1 / held_up
+    assert max(rows["disturbed", "prompt 8"].samples) <= 8 / held_up
+    assert rows["plain", "decode 4"].mean > rows["disturbed", "decode 4"].mean
+    plain, disturbed = (kernels_in_use(m) for m in models.values())
+    assert plain == disturbed and sum(plain.values()) > 0

@@ -13,6 +13,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from ktc.bundle import emit, manifest
 from ktc.bundle.finish import finish_bundle
 from ktc.bundle.model_files import licence_of, model_files
 from ktc.errors import BuildError, KtcError
+from ktc.host import git_revision
 from ktc.layout import LAYOUT_VERSION
 from ktc.pack import pipeline
 from ktc.pack.device import DeviceShard, plan_device
@@ -326,6 +328,12 @@ def _add_graph(c: Compilation) -> None:
     c.files[PROGRAM_FILE] = (manifest.canonical(program.to_json()), "graph")
 
 
+@cache
+def _git() -> str | None:
+    """Asked once: a checkout that is edited meanwhile must not tell two bundles of one process apart."""
+    return git_revision()
+
+
 def _write_rest(c: Compilation) -> None:
     out = emit.Emitter(c.journal.bundle)
     for file, digest in c.journal.finished.items():
@@ -334,7 +342,7 @@ def _write_rest(c: Compilation) -> None:
         out.add(path, data, role)
     fields = {
         **emit.plan_fields(c.plan),
-        "created_by": {"ktc": ktc.__version__, "git": None},
+        "created_by": {"ktc": ktc.__version__, "git": _git()},
         "source": {
             "name": _model_name(c.checkpoint),
             "repo": c.checkpoint.source.repo,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+_ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,24 @@ def package_versions(names: tuple[str, ...]) -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             out[name] = None
     return out
+
+
+def git_revision(root: Path = _ROOT) -> str | None:
+    """The commit of the source checkout that ktc runs from, with "-dirty" if tracked files were changed.
+
+    None where ktc is installed, and where git is not or does not answer.
+    """
+    if not (root / ".git").exists() or shutil.which("git") is None:  # not that of a project around a site-packages
+        return None
+    describe = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    try:
+        done = subprocess.run(
+            [*describe, "--dirty"], capture_output=True, text=True, timeout=20, check=True, env=environment
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
 
 
 def _read(path: Path) -> str:

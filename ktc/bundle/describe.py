@@ -27,7 +27,7 @@ def describe(bundle: Bundle, trust_sha256: Sequence[str] = ()) -> dict[str, Any]
     return {
         "bundle": str(bundle.path),
         "format": f"{manifest['format']['major']}.{manifest['format']['minor']}",
-        "created_by": f"ktc {manifest['created_by']['ktc']}",
+        "created_by": _maker(manifest["created_by"]),
         "source": {k: manifest["source"].get(k) for k in ("name", "repo", "revision", "licence")},
         "model": manifest["model"],
         "recipe": {"name": bundle.plan.recipe, "sha256": manifest["recipe_sha256"]},
@@ -46,6 +46,11 @@ def describe(bundle: Bundle, trust_sha256: Sequence[str] = ()) -> dict[str, Any]
         "goldens": _goldens(manifest),
         "verdict": verdict(bundle, trust_sha256=trust_sha256, host=host).to_json(),
     }
+
+
+def _maker(created_by: dict[str, Any]) -> str:
+    commit = created_by.get("git")
+    return f"ktc {created_by['ktc']}" + (f" ({commit[:12]}{commit[40:]})" if commit else "")
 
 
 def sizes(bundle: Bundle) -> dict[str, int]:

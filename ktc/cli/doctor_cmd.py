@@ -78,7 +78,7 @@ def _runtime() -> Iterator[Line]:
     from ktc.perf import tuning
 
     known = tuning.load()
-    stale = "run ktc tune again" if not known.applied and tuning.tune_path().exists() else ""
+    stale = "type: ktc tune" if not known.applied and tuning.tune_path().exists() else ""
     yield Line("kernel choice", str(known), stale)
     yield Line(
         "kernels",

@@ -42,7 +42,7 @@ class Tuning:
 
     def __str__(self) -> str:
         if not self.applied:
-            return f"default ({self.source})"
+            return f"built-in defaults ({self.source})"
         rows = ", ".join(f"{name} from {n}" for name, n in sorted(self.min_rows.items()))
         return f"{rows} tokens per expert ({self.source})"
 
@@ -90,7 +90,7 @@ def load(path: Path | None = None) -> Tuning:
     try:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        return _default("not tuned; `ktc tune` measures this machine")
+        return _default("not tuned: `ktc tune` measures this machine in a minute or two")
     except (OSError, ValueError) as error:
         return _default(f"{path} is unreadable: {type(error).__name__}; `ktc tune` writes it anew")
     if not isinstance(data, dict) or data.get("version") != VERSION or not _valid(data.get("min_rows")):

@@ -42,7 +42,11 @@ def _explain(error: Any, document: Document) -> tuple[Mark, str, str | None]:
     if error.validator == "additionalProperties":
         allowed = list(error.schema.get("properties", {}))
         key = next(k for k in error.instance if k not in allowed)
-        return document.keys[(*path, key)], f"{_in(label)}unknown key '{key}'", _did_you_mean(key, allowed)
+        return (
+            document.keys[(*path, key)],
+            f"{_in(label)}unknown key '{key}'",
+            _did_you_mean(key, allowed) or _known(allowed),
+        )
     if error.validator == "required":
         missing = next(k for k in error.validator_value if k not in error.instance)
         return mark, f"{_in(label)}'{missing}' is missing", _required_hint(missing, error)
@@ -105,7 +109,7 @@ def _in(label: str) -> str:
     return f"{label}: " if label else ""
 
 
-def _did_you_mean(word: str, allowed: list[str]) -> str:
+def _did_you_mean(word: str, allowed: list[str]) -> str | None:
     by_lower = {a.lower(): a for a in allowed}
     habit = _HABITS.get(word.lower())
     if habit in allowed:
@@ -115,6 +119,10 @@ def _did_you_mean(word: str, allowed: list[str]) -> str:
         near = [low for low in by_lower if "." in low and low.endswith("." + word.lower().rpartition(".")[2])]
     if near:
         return f"did you mean {by_lower[near[0]]}?"
+    return None
+
+
+def _known(allowed: list[str]) -> str:
     return f"known here: {', '.join(allowed)}" if allowed else "nothing may be set here"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,31 @@ def test_it_works_without_torch_and_without_the_runtime() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "the native runtime cannot be loaded" in done.stdout and "compiler" in done.stdout
+
+
+def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
+    """A manifest's created_by.git: the commit, whether it was changed, and nothing where there is no checkout."""
+    if shutil.which("git") is None:
+        pytest.skip("no git")
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert facts.git_revision(tmp_path) is None
+    git("init", "-q")
+    assert facts.git_revision(tmp_path) is None  # without a commit
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-q", "-m", "one")
+    git("tag", "-a", "-m", "a release", "v1")
+    commit = git("rev-parse", "HEAD")
+    assert facts.git_revision(tmp_path) == commit and len(commit) == 40
+    (tmp_path / "file").write_text("2")
+    assert facts.git_revision(tmp_path) == f"{commit}-dirty"
+    (tmp_path / "site-packages").mkdir()
+    assert facts.git_revision(tmp_path / "site-packages") is None  # the checkout of something else
 
 
 def test_facts_of_this_machine() -> None:

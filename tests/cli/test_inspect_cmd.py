@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ktc import __version__
+from ktc.host import git_revision
 from tests.cli.runner import ktc
 
 Capture = pytest.CaptureFixture[str]
@@ -17,6 +19,8 @@ Capture = pytest.CaptureFixture[str]
 def test_everything_is_shown(with_kernels: Path, capsys: Capture) -> None:
     assert ktc("inspect", with_kernels, "-v") == 0
     out = capsys.readouterr().out
+    commit = git_revision()  # of a source checkout
+    assert f"made by ktc {__version__}" + (f" ({commit[:12]}" if commit else ";") in out
     for text in (
         "DeepseekV3ForCausalLM",
         "1 of 2 layers x 8 experts, top 2",

@@ -92,11 +92,11 @@ def test_doctor_says_what_is_in_use() -> None:
         result = CliRunner().invoke(cli, ["doctor", "--json"], catch_exceptions=False)
         return next(n for n in json.loads(result.output)["lines"] if n["name"] == "kernel choice")
 
-    assert line()["ok"] and "not tuned" in str(line()["value"])
+    assert line()["ok"] and "not tuned: `ktc tune`" in str(line()["value"])
     path = tuning.store({"amx:int4": 5}, {})
     assert line()["ok"] and "amx:int4 from 5" in str(line()["value"])
     change(path, fingerprint={})
-    assert not line()["ok"] and line()["advice"] == "run ktc tune again"
+    assert not line()["ok"] and line()["advice"] == "type: ktc tune"
 
 
 def test_show_prints_what_is_stored(own_config: Path) -> None:

@@ -214,6 +214,14 @@ class Executor:
     max_rows: int
     isa: str
 
+class RoutingCounter:
+    """Counts the experts that an executor's steps choose, as long as it lives."""
+
+    def __init__(self, executor: Executor, blocks: Sequence[tuple[int, int, int, int]]) -> None:
+        """`blocks`: per MoE layer its moe_submit node, the buffer of its ids, top_k, experts."""
+    def counts(self) -> list[list[int]]:
+        """Uses of each expert, per block."""
+
 class EmulatedLane:
     """Decode steps whose device takes the time that it is told (runtime/src/emulate.h); see ktc.emulate."""
 
@@ -247,8 +255,12 @@ class CudaLane:
     def __init__(self, layers: Sequence[Moe], cudart: str = "", help: bool = False) -> None:
         """RuntimeError: there is no libcudart."""
     cudart: str
-    def bind(self, layer: int, rows: int, decode: bool, host_send: int, host_receive: int) -> int:
-        """A handle for visits of `layer` over this staging (pinned; send layout, and f32 [rows, hidden])."""
+    def bind(
+        self, layer: int, rows: int, decode: bool, host_send: int, host_receive: int, partial: bool = False
+    ) -> int:
+        """A handle for visits of `layer` over this staging (pinned; send layout, and f32 [rows, hidden]).
+
+        `partial`: one row, of which experts with the id -1 are left to the device."""
     def submit(self, stream: int, call: int, device_send: int) -> None:
         """Enqueue the copy to the host and the callback that hands the rows to the pool. May be captured."""
     def collect(self, stream: int, call: int, device_out: int) -> None:

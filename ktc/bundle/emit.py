@@ -100,7 +100,8 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
             {"id": PLAIN_LAYOUT_ID, "version": 1, "tile": [], "align": 64, "consumers": ["numpy", "torch"]},
         ],
         "topology": {"nodes": plan.nodes, "split": {"gate_up": "output rows", "down": "input columns"}},
-        "device": {"kind": "cuda" if cuda else "cpu", "min_sm": None, "torch": None, "flashinfer": None},
+        "device": {"kind": "cuda" if cuda else "cpu", "min_sm": None, "torch": None, "flashinfer": None}
+        | ({"hot_experts": hot} if (hot := max(len(m.hot) for m in moes)) else {}),
         "semantics": {"n_deferred_experts": "auto" if "auto" in deferred else max(d for d in deferred if d != "auto")},
     }
 

@@ -54,7 +54,7 @@ def command(
         raise click.UsageError("--table runs every number: leave out --deferred and --skip")
     if plot_file is not None and not table:
         raise click.UsageError("--plot draws --table")
-    text = _text(text_file, limit)
+    text = read_text(text_file, limit)
 
     from ktc.cli.graph_options import load_native
     from ktc.eval import report
@@ -79,7 +79,7 @@ def command(
     click.echo(json.dumps({**about, "reference": label, "results": report.rows(scores)}, indent=2))
 
 
-def _text(file: Path, limit: int | None) -> str:
+def read_text(file: Path, limit: int | None) -> str:
     import sys
 
     try:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ktc.cuda.experts import ExpertLane
+from ktc.cuda.hot import HotExperts
 from ktc.cuda.linear import LaneLinear, PackedParts
 from ktc.cuda.mla import LaneMLAAttention
 from ktc.engine import build
@@ -89,25 +90,28 @@ def fill(
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.device != device and buffer.device.type != "meta":
                 module._buffers[key] = buffer.to(device)
-    lane = _attach_experts(model, plan, store, kernels, device)
+    lane = _attach_experts(model, plan, store, kernels, device, dtype)
     model.requires_grad_(False)
     build._check_complete(model)
     return lane
 
 
 def _attach_experts(
-    model: nn.Module, plan: Plan, store: WeightStore, kernels: Kernels, device: torch.device
+    model: nn.Module, plan: Plan, store: WeightStore, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> ExpertLane:
     modules = plan.moe_modules()
     shapes = {(m.moe.hidden, m.moe.top_k) for m in modules if m.moe is not None}
     if len(shapes) != 1:
         raise KtcError(f"the CUDA lane needs MoE layers of one shape, this plan has {sorted(shapes)}")
-    moes = []
+    moes, hot = [], []
     for planned in modules:
-        assert planned.moe is not None
-        moes.append(build.make_moe(planned.name, planned.moe, store, kernels))
+        moe = planned.moe
+        assert moe is not None
+        addresses = build.layer_addresses(store, planned.name, moe)
+        moes.append(build.make_moe(moe, addresses, kernels))
+        hot.append(HotExperts(moe, addresses, device, dtype) if moe.hot else None)
     hidden, top_k = shapes.pop()
-    lane = ExpertLane(moes, hidden, top_k, device, STAGED_ROWS)
+    lane = ExpertLane(moes, hidden, top_k, device, STAGED_ROWS, hot)
     for planned, operator in zip(modules, lane.operators(), strict=True):
         module = model.get_submodule(planned.name)
         assert isinstance(module, KtcFusedMoE)
@@ -154,6 +158,8 @@ def device_bytes(plan: Plan, dtype: torch.dtype) -> int:
             total += module.nbytes if linear.data_type == "int4" and size == 2 else size * linear.n * linear.k
         else:
             total += sum(size * int(np.prod(shape)) for shape, _ in module.params.values())
+        if module.moe is not None:
+            total += size * module.moe.hot_elements
     return total
 
 
@@ -173,4 +179,8 @@ def describe(model: nn.Module, plan: Plan, lib: Any, dtype: torch.dtype) -> list
     for kernel, count in counts.items():
         text = "PyTorch's int4 matmul (tinygemm)" if kernel == "int4" else f"dequantised to {kernel}, plain matmul"
         lines.append((f"({count} packed linears)", text))
+    if hot := {len(m.moe.hot) for m in plan.moe_modules() if m.moe and m.moe.hot}:
+        share = sum(m.moe.hot_share for m in plan.moe_modules() if m.moe) / len(plan.moe_modules())
+        text = f"{max(hot)} of each layer on the device too, dequantised to {name}, {share:.0%} of the uses profiled"
+        lines.append(("(hot experts)", text))
     return [(where, re.sub(r"^linear (\S+) on \S+", r"linear \1 on the device", what)) for where, what in lines]

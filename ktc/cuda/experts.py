@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ktc.cuda.hot import ELSEWHERE, HotExperts
 from ktc.errors import KtcError
 
 CUDART = ""
@@ -65,6 +66,7 @@ class ExpertLane:
     Args:
         moes: the `_runtime.Moe` of each MoE layer, in the model's order; all of one shape.
         rows: most rows of a step that fit without growing the staging.
+        hot: per layer the experts that the device computes in decode steps of one row, or None.
         help: the callback that waits works too, instead of leaving its core idle for a quicker answer.
 
     Attributes:
@@ -72,7 +74,14 @@ class ExpertLane:
     """
 
     def __init__(
-        self, moes: Sequence[Any], hidden: int, top_k: int, device: Any, rows: int, help: bool = False
+        self,
+        moes: Sequence[Any],
+        hidden: int,
+        top_k: int,
+        device: Any,
+        rows: int,
+        hot: Sequence[HotExperts | None] = (),
+        help: bool = False,
     ) -> None:
         from ktc import _runtime
 
@@ -81,7 +90,10 @@ class ExpertLane:
         except RuntimeError as error:
             raise KtcError(f"cannot reach the CUDA runtime: {error}", "install torch with CUDA") from error
         self.moes, self.device, self.hidden, self.top_k = list(moes), device, hidden, top_k
+        self.hot = list(hot) or [None] * len(self.moes)
         self.decode = False
+        with torch.inference_mode(False):
+            self.kept = torch.full((), top_k, dtype=torch.int64, device=device)  # experts of a token not skipped
         self._single = self._stage(1)  # its own, so that a captured graph never loses its buffers
         self._many = self._stage(max(2, rows))
 
@@ -127,10 +139,15 @@ class ExpertLane:
         key = (layer, rows, self.decode)
         handle = staging.calls.get(key)
         if handle is None:
+            partial = self.hot_of(layer, rows) is not None
             handle = staging.calls[key] = self.native.bind(
-                layer, rows, self.decode, staging.host_send.data_ptr(), staging.host_receive.data_ptr()
+                layer, rows, self.decode, staging.host_send.data_ptr(), staging.host_receive.data_ptr(), partial
             )
         return handle
+
+    def hot_of(self, layer: int, rows: int) -> HotExperts | None:
+        """What the device computes itself in a step of so many rows: the CPU is sent the rest."""
+        return self.hot[layer] if self.decode and rows == 1 else None
 
     def split(self, deferred: Sequence[int], skipped: int = 0) -> None:
         """How decode steps divide a token's experts; a captured graph need not be captured again.
@@ -147,6 +164,7 @@ class ExpertLane:
         with self.on_device():
             self.native.synchronize(self.stream())
         self.native.split([*deferred[:-1], 0], [skipped] * len(self.moes))
+        self.kept.fill_(self.top_k - skipped)
 
 
 def check_split(top_k: int, deferred: int, skipped: int) -> None:
@@ -172,6 +190,7 @@ class LayerExperts:
 
     def __init__(self, lane: ExpertLane, layer: int, moe: Any) -> None:
         self.lane, self.layer, self.moe = lane, layer, moe
+        self._on_device: Tensor | None = None  # f32 [1, H] of the hot experts, between submit and collect
 
     def report(self) -> dict[str, Any]:
         """Kernels used so far, as `_runtime.Moe.report`."""
@@ -181,6 +200,7 @@ class LayerExperts:
     def submit_rows(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], ids and weights [T, top_k] of any type -> a token that `collect_rows` needs not look at."""
         lane, rows = self.lane, x.shape[0]
+        self._on_device = None
         if rows:
             with lane.on_device():
                 staging = lane.staging(rows)
@@ -188,8 +208,14 @@ class LayerExperts:
                 to_x.copy_(x)
                 to_weights.copy_(weights)
                 to_ids.copy_(ids)
+                hot = lane.hot_of(self.layer, rows)
+                if hot is not None:
+                    slots, hot_weights = hot.slots(to_ids, to_weights, lane.kept)
+                    to_ids.masked_fill_(slots < len(hot.plan.hot), ELSEWHERE)
                 call = lane.call(staging, self.layer, rows)
                 lane.native.submit(lane.stream(), call, staging.device_send.data_ptr())
+                if hot is not None:  # behind the submit: while the CPU works
+                    self._on_device = hot.compute(x, slots, hot_weights)
         return ids.new_empty((), dtype=torch.int64)
 
     def collect_rows(self, x: Tensor) -> Tensor:
@@ -202,4 +228,7 @@ class LayerExperts:
                 lane.native.collect(lane.stream(), lane.call(staging, self.layer, rows), out.data_ptr())
             if lane.device.type == "cpu":
                 lane.native.synchronize(0)
+        if self._on_device is not None:
+            out.add_(self._on_device)
+            self._on_device = None
         return out

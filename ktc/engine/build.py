@@ -165,13 +165,17 @@ def set_tensor(module: nn.Module, key: str, value: Tensor) -> None:
 
 def _fill_experts(module: nn.Module, name: str, moe: MoePlan, store: WeightStore, kernels: Kernels) -> None:
     assert isinstance(module, KtcFusedMoE)
-    module.attach(make_moe(name, moe, store, kernels))
+    module.attach(make_moe(moe, layer_addresses(store, name, moe), kernels))
 
 
-def make_moe(name: str, moe: MoePlan, store: WeightStore, kernels: Kernels) -> Any:
-    """Read one layer's experts; their `_runtime.Moe`, which points into the store."""
-    weights = [expert_addresses(store, name, moe, node) for node in range(len(moe.splits))]
+def make_moe(moe: MoePlan, weights: list[list[dict[str, int]]], kernels: Kernels) -> Any:
+    """The `_runtime.Moe` of one layer; `weights` from `layer_addresses`, and it points where they do."""
     return native_moe(kernels.lib, kernels.pool, moe, weights, **kernels.options(moe.backend, str(moe.scheme)))
+
+
+def layer_addresses(store: WeightStore, name: str, moe: MoePlan) -> list[list[dict[str, int]]]:
+    """Read one layer's experts into the store; per node and expert the addresses that `_runtime.Moe` takes."""
+    return [expert_addresses(store, name, moe, node) for node in range(len(moe.splits))]
 
 
 def expert_addresses(store: WeightStore, name: str, moe: MoePlan, node: int) -> list[dict[str, int]]:

@@ -65,6 +65,38 @@ def rows_of_gate(i_pad: int) -> tuple[Tensor, Tensor]:
     return stored[:, :16].reshape(-1), stored[:, 16:].reshape(-1)
 
 
+def unpack_expert(plan: MoePlan, nodes: list[dict[str, int]]) -> tuple[Tensor, ...]:
+    """One expert, dequantised, all its nodes together: gate, up [I_pad, H], down [H, I_pad] and the bias of each, fp32.
+
+    Args:
+        nodes: per node the addresses that `_runtime.Moe` takes.
+    """
+    p, gates, ups, downs = plan, [], [], []
+    gate_bias, up_bias, down_bias = [], [], torch.zeros(p.hidden)
+    for node, at in enumerate(nodes):
+        layout, down_layout = p.gate_up_layout(node), p.down_layout(node)
+        w = unpack(layout, at["gate_up"], at["gate_up_scale"], at["gate_up_mult"])[:, : p.hidden]
+        width = p.splits[node][1] - p.splits[node][0]
+        g, u = rows_of_gate(width)
+        gates.append(w[g])
+        ups.append(w[u])
+        d = unpack(down_layout, at["down"], at["down_scale"], at["down_mult"])
+        downs.append(d[: p.hidden, :width])
+        bias = _floats(at["gate_up_bias"], layout.n_pad)
+        gate_bias.append(bias[g])
+        up_bias.append(bias[u])
+        if at["down_bias"]:
+            down_bias = _floats(at["down_bias"], down_layout.n_pad)[: p.hidden]
+    return (
+        torch.cat(gates),
+        torch.cat(ups),
+        torch.cat(downs, 1),
+        torch.cat(gate_bias),
+        torch.cat(up_bias),
+        down_bias,
+    )
+
+
 class ReferenceMoE(nn.Module):
     """Routed experts [T, H] -> [T, H] of one layer, all nodes.
 
@@ -79,38 +111,12 @@ class ReferenceMoE(nn.Module):
         self.integer = plan.data_type in ("int8", "int4")
         gates, ups, downs, biases = [], [], [], []
         for expert in range(plan.experts):
-            gate, up, down, gate_bias, up_bias, down_bias = self._expert([node[expert] for node in weights])
+            gate, up, down, gate_bias, up_bias, down_bias = unpack_expert(plan, [node[expert] for node in weights])
             gates.append(gate)
             ups.append(up)
             downs.append(down)
             biases.append((gate_bias, up_bias, down_bias))
         self.gate, self.up, self.down, self.biases = gates, ups, downs, biases
-
-    def _expert(self, nodes: list[dict[str, int]]) -> tuple[Tensor, ...]:
-        p, gates, ups, downs = self.plan, [], [], []
-        gate_bias, up_bias, down_bias = [], [], torch.zeros(p.hidden)
-        for node, at in enumerate(nodes):
-            layout, down_layout = p.gate_up_layout(node), p.down_layout(node)
-            w = unpack(layout, at["gate_up"], at["gate_up_scale"], at["gate_up_mult"])[:, : p.hidden]
-            width = p.splits[node][1] - p.splits[node][0]
-            g, u = rows_of_gate(width)
-            gates.append(w[g])
-            ups.append(w[u])
-            d = unpack(down_layout, at["down"], at["down_scale"], at["down_mult"])
-            downs.append(d[: p.hidden, :width])
-            bias = _floats(at["gate_up_bias"], layout.n_pad)
-            gate_bias.append(bias[g])
-            up_bias.append(bias[u])
-            if at["down_bias"]:
-                down_bias = _floats(at["down_bias"], down_layout.n_pad)[: p.hidden]
-        return (
-            torch.cat(gates),
-            torch.cat(ups),
-            torch.cat(downs, 1),
-            torch.cat(gate_bias),
-            torch.cat(up_bias),
-            down_bias,
-        )
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], ids [T, k], weights [T, k] -> [T, H]; summed in the order of expert ids."""

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktc.errors import KtcError, RecipeError, UnsupportedModelError
 from ktc.layout import split_intermediate, split_unit
 from ktc.models.family import ExpertShape, Family
 from ktc.models.roles import role_of
+from ktc.plan.expert_use import ModelShape
+from ktc.plan.hot import choose_hot
 from ktc.plan.ir import LinearPlan, ModulePlan, MoePlan, Plan, RuleUse
 from ktc.plan.schemes import padding_note, resolve
 from ktc.plan.verify import verify
@@ -43,13 +46,14 @@ def build_plan(config: Mapping[str, Any] | Any, recipe: Recipe, nodes: int = 1) 
     if nodes < 1:
         raise KtcError(f"{nodes} NUMA nodes: at least 1 is needed")
     hf, family, model = _meta(config)
-    builder = _Builder(family, family.shape(hf), recipe, nodes, dict(model.all_tied_weights_keys))
+    layers = int(hf.num_hidden_layers)
+    builder = _Builder(family, family.shape(hf), layers, recipe, nodes, dict(model.all_tied_weights_keys))
     builder.visit("", model, "cpu", None)
     builder.check_rules()
     plan = Plan(
         model_type=family.model_type,
         architecture=type(model).__name__,
-        layers=int(hf.num_hidden_layers),
+        layers=layers,
         nodes=nodes,
         modules=tuple(builder.modules),
         tied=builder.tied,
@@ -85,8 +89,11 @@ class _Builder:
             leave alone, and that it matched after an earlier rule had decided.
     """
 
-    def __init__(self, family: Family, shape: ExpertShape, recipe: Recipe, nodes: int, tied: dict[str, str]) -> None:
+    def __init__(
+        self, family: Family, shape: ExpertShape, layers: int, recipe: Recipe, nodes: int, tied: dict[str, str]
+    ) -> None:
         self.family, self.shape, self.recipe, self.nodes, self.tied = family, shape, recipe, nodes, tied
+        self.layers = layers
         self.modules: list[ModulePlan] = []
         self.decided: dict[int, list[str]] = {rule.index: [] for rule in recipe.rules}
         self.protected: dict[int, list[str]] = {rule.index: [] for rule in recipe.rules}
@@ -225,9 +232,15 @@ class _Builder:
             n_deferred_experts=self._deferred(rule, own.name),
             splits=tuple(splits),
         )
+        moe = choose_hot(moe, own, rule, self.recipe, ModelShape.of(self.family.model_type, self.layers, moe))
         containers = {n for n, c in module.named_children() if role_of(self.family, f"{own.name}.{n}", c) == "experts"}
         notes = [note, padding_note("hidden size", shape.hidden, moe.gate_up_layout(0).k_pad)]
         notes.append(padding_note("intermediate size", shape.intermediate, moe.i_pad))
+        if moe.hot:
+            notes.append(
+                f"the {len(moe.hot)} most used experts of each layer ({Path(rule.hot_profile).name}) are on"
+                f" {own.device} too, in 16 bits, and decode steps compute them there"
+            )
         kept = self._keep(replace(own, operator="moe", moe=moe, note="; ".join(filter(None, notes))), module)
         return kept, containers
 

@@ -20,6 +20,8 @@ class MoePlan:
     """One MoE block: E experts [H -> I -> H], split over nodes by ranges of I.
 
     `splits` are half-open ranges over I_pad, one per node (see layout.split_intermediate).
+    `hot` are the experts that the block's device computes too, ascending; in decode steps the CPU leaves them out.
+    `hot_share` is the part of the layer's uses that they took in the profile they were chosen by.
     """
 
     experts: int
@@ -36,6 +38,8 @@ class MoePlan:
     backend: str
     n_deferred_experts: int | Literal["auto"]
     splits: tuple[tuple[int, int], ...]
+    hot: tuple[int, ...] = ()
+    hot_share: float = 0.0
 
     @property
     def scheme(self) -> QuantScheme:
@@ -58,6 +62,17 @@ class MoePlan:
         gate_up, down = self.gate_up_layout(node), self.down_layout(node)
         bias = 4 * (gate_up.n_pad + down.n_pad) if self.bias else 0
         return self.experts * (gate_up.nbytes + down.nbytes + bias)
+
+    @property
+    def hot_elements(self) -> int:
+        """Weights (and biases) of all hot experts."""
+        bias = 2 * self.intermediate + self.hidden if self.bias else 0
+        return len(self.hot) * (3 * self.hidden * self.intermediate + bias)
+
+    @property
+    def hot_bytes(self) -> int:
+        """Bytes of the hot experts on the device, dequantised to 16 bits."""
+        return 2 * self.hot_elements
 
 
 @dataclass(frozen=True)
@@ -156,11 +171,15 @@ class Plan:
     def device_bytes(self) -> dict[str, int]:
         out: dict[str, int] = {}
         for m in self.modules:
-            out[m.device] = out.get(m.device, 0) + m.nbytes
+            out[m.device] = out.get(m.device, 0) + m.nbytes + (m.moe.hot_bytes if m.moe is not None else 0)
         return out
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        data = asdict(self)
+        for module in data["modules"]:
+            if module["moe"] is not None and not module["moe"]["hot"]:  # as written before there were any
+                del module["moe"]["hot"], module["moe"]["hot_share"]
+        return data
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
@@ -170,7 +189,8 @@ class Plan:
             m = _known(ModulePlan, m)
             if m.get("moe"):
                 splits = tuple((int(a), int(b)) for a, b in m["moe"]["splits"])
-                m["moe"] = MoePlan(**{**_known(MoePlan, m["moe"]), "splits": splits})
+                hot = tuple(int(e) for e in m["moe"].get("hot", ()))
+                m["moe"] = MoePlan(**{**_known(MoePlan, m["moe"]), "splits": splits, "hot": hot})
             if m.get("linear"):
                 m["linear"] = LinearPlan(**_known(LinearPlan, m["linear"]))
             m["params"] = {k: (tuple(shape), dtype) for k, (shape, dtype) in m.get("params", {}).items()}

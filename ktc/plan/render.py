@@ -42,6 +42,8 @@ def _grouped(modules: Iterable[ModulePlan]) -> list[list[ModulePlan]]:
     for m in modules:
         params = tuple(sorted(m.params.items()))
         alike = replace(m, name=_LAYER.sub("{}", m.name), params={})
+        if m.moe is not None:  # which experts are hot differs, how many does not
+            alike = replace(alike, moe=replace(m.moe, hot=tuple(range(len(m.moe.hot))), hot_share=0.0))
         key = (repr(alike), params)
         groups.setdefault(key, []).append(m)
     return list(groups.values())
@@ -120,8 +122,11 @@ def _totals(plan: Plan) -> Iterable[tuple[str, str, str]]:
         where = ", ".join(f"{a}..{b}" for a, b in slices)
         yield f"experts, node {node}", format_bytes(plan.expert_bytes(node)), f"intermediate columns {where}"
     for device, nbytes in plan.device_bytes().items():
+        hot = sum(b.moe.hot_bytes for b in plan.modules if b.device == device and b.moe is not None)
         ours = sum(m.nbytes for m in plan.modules if m.device == device and m.operator != "hf")
-        text = f"ktc operators {format_bytes(ours)}, Hugging Face modules {format_bytes(nbytes - ours)}"
+        text = f"ktc operators {format_bytes(ours)}, Hugging Face modules {format_bytes(nbytes - ours - hot)}"
+        if hot:
+            text += f", hot experts {format_bytes(hot)} (bf16)"
         yield f"device {device}", format_bytes(nbytes), text
     total = sum(map(_expert_bytes, blocks)) + sum(plan.device_bytes().values())
     yield "total", format_bytes(total), _expert_summary(blocks)
@@ -133,8 +138,10 @@ def _expert_summary(blocks: Sequence[MoePlan]) -> str:
     weights = sum(3 * b.experts * b.hidden * b.intermediate for b in blocks)
     bits = 8 * sum(map(_expert_bytes, blocks)) / weights
     first = blocks[0]
+    share = sum(b.hot_share for b in blocks) / len(blocks)
+    hot = f" {len(first.hot)} hot on the device ({share:.0%} of the uses)," if first.hot else ""
     return (
-        f"{len(blocks)} layers x {first.experts} experts, top {first.top_k}, deferred {first.n_deferred_experts},"
+        f"{len(blocks)} layers x {first.experts} experts, top {first.top_k}, deferred {first.n_deferred_experts},{hot}"
         f" {bits:.2f} bits per expert weight, backend {first.backend}"
     )
 

@@ -72,6 +72,8 @@ def _module(plan: Plan, m: ModulePlan) -> Iterator[str]:
         elif m.nbytes != m.linear.layout.nbytes + (4 * m.linear.layout.n_pad if m.linear.bias else 0):
             yield f"{m.nbytes} bytes do not match its layout"
     if m.moe is not None:
+        if m.moe.hot and m.device == "cpu":
+            yield "hot experts without a device"
         yield from _moe(plan, m.moe)
 
 
@@ -81,6 +83,10 @@ def _moe(plan: Plan, moe: MoePlan) -> Iterator[str]:
     if min(moe.hidden, moe.intermediate, moe.experts) < 1 or not 1 <= moe.top_k <= moe.experts:
         yield f"{moe.experts} experts of [{moe.hidden}, {moe.intermediate}], top {moe.top_k}"
         return
+    if list(moe.hot) != sorted({e for e in moe.hot if 0 <= e < moe.experts}):
+        yield f"hot experts {list(moe.hot)} are not ascending ids of {moe.experts} experts"
+    if not 0.0 <= moe.hot_share <= 1.0:
+        yield f"hot experts take {moe.hot_share} of the uses"
     if moe.activation not in _ACTIVATIONS:
         yield f"activation {moe.activation}"
     if moe.backend not in _BACKENDS:

@@ -87,6 +87,8 @@ class Rule:
         line: 1-based line of the rule in the file.
         device: where the module's weights live, or None = as its parent.
         scheme: for ktc.FusedMoE and ktc.Linear.
+        hot_experts: how many of the most used experts of each layer the block's device takes, by the counts in
+            `hot_profile` (as written; relative to the recipe's folder). 0 and "": none.
     """
 
     index: int
@@ -100,6 +102,8 @@ class Rule:
     scheme: SchemeChoice | None = None
     backend: str = "auto"
     n_deferred_experts: int | Literal["auto"] = 0
+    hot_experts: int = 0
+    hot_profile: str = ""
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,20 @@ def _rule(document: Document, rule: dict[str, Any], path: Path, index: int) -> R
         scheme=_scheme(document, kwargs, kwargs_path) if operator in ("moe", "linear") else None,
         backend=_backend(document, kwargs, kwargs_path),
         n_deferred_experts=_deferred(kwargs.get("n_deferred_experts", 0)),
+        hot_experts=int(kwargs.get("hot_experts", 0)),
+        hot_profile=_hot_profile(document, kwargs, kwargs_path),
     )
+
+
+def _hot_profile(document: Document, kwargs: dict[str, Any], path: Path) -> str:
+    if ("hot_experts" in kwargs) != ("hot_profile" in kwargs):
+        given, missing = ("hot_experts", "hot_profile") if "hot_experts" in kwargs else ("hot_profile", "hot_experts")
+        raise RecipeError(
+            f"{document.at((*path, given), key=True)}: {given} needs {missing} beside it",
+            "hot_experts: N puts the N most used experts of each layer on the device; hot_profile: FILE says which"
+            " those are (ktc profile makes it)",
+        )
+    return str(kwargs.get("hot_profile", ""))
 
 
 def _deferred(value: Any) -> int | Literal["auto"]:

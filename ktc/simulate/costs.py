@@ -10,6 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from ktc.plan.hot import ALL_UP_TO
 from ktc.plan.ir import ModulePlan, MoePlan, Plan
 from ktc.simulate.hardware import Hardware, Kernels, Numa, ProfileError
 
@@ -119,6 +120,7 @@ class _CpuCosts:
         cpu = hardware.cpu
         self.cpu, self.reached, self.numa, self.tokens = cpu, reached, numa, tokens
         self.sockets = 1 if numa == "single" else cpu.sockets
+        self.hot_on_device = hardware.device.kind == "cuda"
         slow = numa == "unaware" and cpu.sockets > 1
         self.rate = (cpu.dram_remote if slow else cpu.dram_local) * reached.dram_fraction
 
@@ -128,7 +130,9 @@ class _CpuCosts:
         flops = 2 * self.tokens * moe.top_k * 3 * moe.hidden * moe.intermediate
         peak = self.cpu.peak_for(moe.data_type, self.tokens * moe.top_k / touched) * self.reached.compute_fraction
         nbytes = sum(moe.node_bytes(n) for n in range(len(moe.splits))) * touched / moe.experts
-        return tuple(max(share * nbytes / self.rate, share * flops / peak) for share in self._shares(moe))
+        seconds = [max(share * nbytes / self.rate, share * flops / peak) for share in self._shares(moe)]
+        elsewhere = moe.hot_share if self.tokens == 1 and self.hot_on_device else 0.0
+        return tuple((1 - elsewhere) * s for s in seconds)
 
     def _shares(self, moe: MoePlan) -> list[float]:
         if self.numa != "tp" or self.sockets == 1:
@@ -171,6 +175,7 @@ class _DeviceCosts:
         shared_time = self._time(shared)
         if any(m.linear or _elements(m) for m in shared):
             shared_time += self._kernels("activation", 1)
+        shared_time += self._hot(block.moe)
         return LayerCost(
             index,
             attention=self._time(before) + self._attention(modules) + self._kernels("add", 1),
@@ -178,6 +183,15 @@ class _DeviceCosts:
             merge=self._kernels("add", _ADDS),
             top_k=block.moe.top_k,
             routed=cpu.routed(block.moe),
+        )
+
+    def _hot(self, moe: MoePlan) -> float:
+        """Hot experts of a decode step: all of them where they are few, else a gather of top_k."""
+        if not moe.hot or self.tokens != 1 or self.device.kind == "cpu":
+            return 0.0
+        read = moe.hot_elements * min(1.0, ALL_UP_TO * moe.top_k / len(moe.hot))
+        return (
+            self._roofline(_BF16_BYTES * read, 2 * read) + self._kernels("linear", 2) + self._kernels("activation", 1)
         )
 
     def head(self) -> float:

@@ -127,7 +127,7 @@ def _notes(plan: Plan, hardware: Hardware, numa: Numa) -> list[str]:
             "the profile has no device: attention and all that is not a routed expert runs on the experts' own cores;"
             " profiles with a GPU have device.kind: cuda"
         )
-    dense = sum(m.nbytes for m in plan.modules)
+    dense = sum(plan.device_bytes().values())
     if hardware.device.memory is not None and dense > hardware.device.memory:
         notes.append(f"{dense / 1e9:.1f} GB of weights do not fit the device's {hardware.device.memory / 1e9:.0f} GB")
     if hardware.cpu.memory is not None:

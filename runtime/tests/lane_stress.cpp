@@ -142,7 +142,7 @@ struct Model {
   std::vector<int64_t> calls;
 
   Model(const std::shared_ptr<ktc::KernelLib>& lib, const std::shared_ptr<ktc::Pool>& pool, int layers,
-        int64_t rows, float alpha_of_last, bool help)
+        int64_t rows, float alpha_of_last, bool help, bool partial = false)
       : host_receive(rows * kHidden) {
     const ktc::cuda::SendLayout layout(kHidden, kTopK, rows);
     host_send.resize(layout.bytes);
@@ -155,11 +155,12 @@ struct Model {
     lane = std::make_unique<ktc::cuda::Lane>(std::make_unique<ktc::cuda::Exchange>(all, help),
                                              threads_as_streams());
     for (int l = 0; l < layers; ++l)
-      calls.push_back(lane->bind(l, rows, true, host_send.data(), host_receive.data()));
+      calls.push_back(lane->bind(l, rows, true, host_send.data(), host_receive.data(), partial));
   }
 };
 
-void fill(std::vector<uint8_t>& send, int64_t rows, std::mt19937& random) {
+// `partial`: the device computes some of the experts.
+void fill(std::vector<uint8_t>& send, int64_t rows, std::mt19937& random, bool partial = false) {
   const ktc::cuda::SendLayout layout(kHidden, kTopK, rows);
   auto* const x = reinterpret_cast<float*>(send.data());
   auto* const w = reinterpret_cast<float*>(send.data() + layout.weights);
@@ -168,7 +169,8 @@ void fill(std::vector<uint8_t>& send, int64_t rows, std::mt19937& random) {
   for (int64_t t = 0; t < rows; ++t) {
     const int64_t first = random() % kExperts;
     for (int64_t s = 0; s < kTopK; ++s) {
-      ids[t * kTopK + s] = (first + s * 3) % kExperts;
+      ids[t * kTopK + s] = partial && random() % 3 == 0 ? ktc::cuda::kElsewhere
+                                                        : (first + s * 3) % static_cast<int64_t>(kExperts);
       w[t * kTopK + s] = static_cast<float>(1 + random() % 1000) / 1000.0f + static_cast<float>(s) * 1e-4f;
     }
   }
@@ -182,14 +184,16 @@ std::vector<float> direct(ktc::Moe& moe, const std::vector<uint8_t>& send, int64
   const auto* const w = reinterpret_cast<const float*>(send.data() + layout.weights);
   const auto* const ids = reinterpret_cast<const int64_t*>(send.data() + layout.ids);
   std::vector<float> kept(w, w + rows * kTopK);
+  std::vector<int64_t> here(ids, ids + rows * kTopK);
   for (int64_t t = 0; t < rows; ++t)
     for (int64_t s = 0; s < kTopK; ++s) {
       int64_t rank = 0;
       for (int64_t o = 0; o < kTopK; ++o) rank += w[t * kTopK + o] > w[t * kTopK + s];
-      if (rank < begin || rank >= end) kept[t * kTopK + s] = 0.0f;
+      if (rank < begin || rank >= end || here[t * kTopK + s] < 0) kept[t * kTopK + s] = 0.0f;
+      if (here[t * kTopK + s] < 0) here[t * kTopK + s] = 0;
     }
   std::vector<float> out(rows * kHidden);
-  moe.forward(x, kHidden, rows, ids, kept.data(), out.data(), kHidden);
+  moe.forward(x, kHidden, rows, here.data(), kept.data(), out.data(), kHidden);
   return out;
 }
 
@@ -203,7 +207,8 @@ void replay(const std::shared_ptr<ktc::KernelLib>& lib, const std::shared_ptr<kt
             bool help, int steps) {
   const int layers = 2 + static_cast<int>(seed % 3);
   const int64_t rows = 1 + seed % 2;
-  Model m(lib, pool, layers, rows, 0.0f, help);
+  const bool partial = seed == 2;  // of one row
+  Model m(lib, pool, layers, rows, 0.0f, help, partial);
   std::mt19937 random(seed);
   Stream stream;
   for (int step = 0; step < steps; ++step) {
@@ -212,7 +217,7 @@ void replay(const std::shared_ptr<ktc::KernelLib>& lib, const std::shared_ptr<kt
     deferred.back() = 0;
     m.lane->exchange().split(deferred, std::vector<int64_t>(layers, dropped));
     for (int l = 0; l < layers; ++l) {
-      fill(m.device_send[l], rows, random);
+      fill(m.device_send[l], rows, random, partial);
       m.lane->submit(&stream, m.calls[l], m.device_send[l].data());
       m.lane->collect(&stream, m.calls[l], m.device_out[l].data());
     }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.parity.conftest import best_variant, checkpoint, folder  # noqa: F401 - fixtures
@@ -24,7 +25,7 @@ rules:
   - match: {{role: moe}}
     replace:
       class: ktc.FusedMoE
-      kwargs: {{data_type: {experts}{scheme}, n_deferred_experts: {deferred}}}
+      kwargs: {{data_type: {experts}{scheme}, n_deferred_experts: {deferred}{hot}}}
   - match: {{role: mla}}
     replace: {{class: ktc.MLAAttention}}
     optional: true
@@ -132,19 +133,44 @@ def cpu_as_device(fake_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "_device", lambda bundle, host: judge.Part("device", "OPTIMAL", "stand-in"))
 
 
+def _hot(model: Path, hot: int, path: Path) -> str:
+    """The rule's options for so many hot experts, with a made-up profile of the model at `path`."""
+    if not hot:
+        return ""
+    use_of(model).write(path)
+    return f", hot_experts: {hot}, hot_profile: {path.name}"
+
+
+def use_of(model: Path, seed: int = 0) -> Any:
+    """An `ExpertUse` with random counts for every layer of a model."""
+    from ktc.checkpoint import read_config
+    from ktc.models.registry import family_for, hf_config
+    from ktc.plan.expert_use import ExpertUse, ModelShape
+
+    config = hf_config(read_config(str(model)))
+    family = family_for(config)
+    s = family.shape(config)
+    layers = int(config.num_hidden_layers)
+    shape = ModelShape(family.model_type, layers, s.experts, s.top_k, s.hidden, s.intermediate)
+    rng = np.random.default_rng(seed)
+    return ExpertUse(shape, "random", 100, {i: tuple(rng.integers(0, 99, s.experts).tolist()) for i in range(layers)})
+
+
 @pytest.fixture(scope="session")
 def lane_bundle(folder: Path, checkpoint: Callable[[str], Path]) -> Callable[..., Path]:  # noqa: F811
-    """(model, experts, linears or "", device="cuda:0", deferred=0) -> compiled bundle without kernels."""
+    """(model, experts, linears or "", device="cuda:0", deferred=0, hot=0) -> compiled bundle without kernels."""
     from ktc.compile import compile_checkpoint
 
-    def get(name: str, experts: str, linears: str = "", device: str = "cuda:0", deferred: Any = 0) -> Path:
-        stem = f"{name}-{experts}-{linears or 'hf'}-{device.replace(':', '')}-{deferred}"
+    def get(
+        name: str, experts: str, linears: str = "", device: str = "cuda:0", deferred: Any = 0, hot: int = 0
+    ) -> Path:
+        stem = f"{name}-{experts}-{linears or 'hf'}-{device.replace(':', '')}-{deferred}-{hot}"
         path = folder / f"{stem}.ktc"
         if not path.exists():
             rule = LINEAR.format(linears=linears, scheme=SCHEME.get(linears, "")) if linears else ""
             text = RECIPE.format(
                 experts=experts, linears=linears or "hf", scheme=SCHEME.get(experts, ""), device=device,
-                deferred=deferred, linear_rule=rule,
+                deferred=deferred, linear_rule=rule, hot=_hot(checkpoint(name), hot, folder / f"{stem}.json"),
             )  # fmt: skip
             recipe = folder / f"{stem}.yaml"
             recipe.write_text(text)

@@ -254,3 +254,22 @@ def test_ktc_tune_measures_the_gpu() -> None:
     assert 1e11 < hardware.device.memory_rate < 2e13 and 1e13 < hardware.device.peak < 1e16
     assert 1e-7 < hardware.device.kernel_time < 1e-4 and 1e9 < hardware.link.rate < 1e12
     assert hardware.host.submit < 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "gpt_oss"])
+def test_hot_experts_change_nothing(name: str, gather: bool, on_gpu: Any) -> None:
+    """Replayed with routing that changes, against all experts on the CPU; deferral and skipping without a new graph."""
+    plain, hot = on_gpu(name), on_gpu(name, hot=3)
+    for layer in hot.ktc_lane.hot:
+        layer.gathers = gather
+    ids = random_ids(1, 60, seed=11)[0].numpy()
+    session = CudaSession(hot)
+    assert error(torch.from_numpy(run(session, ids, 9)), torch.from_numpy(run(CudaSession(plain), ids, 9))) < 1e-3
+    off = CudaSession(hot, graph=False)
+    for skipped in (0, 1):
+        for each in (session, off):
+            each.reset()
+            each.split(0, skipped)
+        assert error(torch.from_numpy(run(session, ids, 9)), torch.from_numpy(run(off, ids, 9))) < 1e-5

@@ -246,3 +246,48 @@ def test_layers_that_do_not_belong_together(fake: FakeCuda, reference_lib: Any) 
     lane = _runtime.CudaLane([a], fake.path)
     with pytest.raises(ValueError, match="no MoE layer 1"):
         lane.bind(1, 1, True, 8, 8)
+
+
+# ---- experts that the device computes -------------------------------------------------------------------------------
+@pytest.mark.parametrize(("deferred", "skipped"), [(0, 0), (2, 0), (0, 1)])
+def test_experts_elsewhere_are_left_out_and_still_count_in_the_order(
+    fake: FakeCuda, reference_lib: Any, deferred: int, skipped: int
+) -> None:
+    steps = Steps(fake, reference_lib)
+    calls = [steps.lane.bind(i, 1, True, *(a.ctypes.data for a in steps.host), partial=True) for i in range(3)]
+    steps.calls[True] = calls
+    steps.lane.split([deferred, deferred, 0], [skipped] * 3)
+    rng = np.random.default_rng(5)
+    for seed in range(24):
+        given = steps.route(seed)
+        zeroed = []
+        for i, (x, ids, weights) in enumerate(given):
+            here = rng.random(ids.shape) < (seed % 4) / 3  # from none to all
+            steps.give(i, x, np.where(here, ids, -1), weights)
+            zeroed.append((x, ids, weights, here))
+        steps.enqueue()
+        steps.finish()
+        late = None
+        for i, (x, ids, weights, here) in enumerate(zeroed):
+            order = np.argsort(-weights[0], kind="stable")
+            now = TOP_K - skipped - (deferred if i < 2 else 0)
+            parts = [order[:now], order[now : TOP_K - skipped]]
+            sums = [
+                steps.plain[i].reference(x, ids[:, p], np.where(here[:, p], weights[:, p], 0)) if len(p) else 0.0
+                for p in parts
+            ]
+            want = sums[0] + (late if late is not None else 0.0)
+            late = sums[1]
+            assert np.linalg.norm(steps.out[i] - want) <= 3e-3 * np.linalg.norm(want)
+
+
+def test_experts_elsewhere_are_for_single_rows(fake: FakeCuda, reference_lib: Any) -> None:
+    steps = Steps(fake, reference_lib, rows=2)
+    with pytest.raises(ValueError, match="one row"):
+        steps.lane.bind(0, 2, True, *(a.ctypes.data for a in steps.host), partial=True)
+    given = steps.route(1)
+    x, ids, weights = given[0]
+    steps.give(0, x, np.full_like(ids, -1), weights)  # not partial: an id like any other wrong one
+    steps.enqueue()
+    with pytest.raises(RuntimeError, match="expert -1"):
+        steps.finish()

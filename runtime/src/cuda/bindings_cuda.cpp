@@ -48,10 +48,11 @@ void bind_cuda(py::module_& m) {
       .def(
           "bind",
           [](cuda::Lane& self, int layer, int64_t rows, bool decode, uintptr_t host_send,
-             uintptr_t host_receive) {
-            return self.bind(layer, rows, decode, at(host_send), static_cast<float*>(at(host_receive)));
+             uintptr_t host_receive, bool partial) {
+            return self.bind(layer, rows, decode, at(host_send), static_cast<float*>(at(host_receive)),
+                             partial);
           },
-          "layer"_a, "rows"_a, "decode"_a, "host_send"_a, "host_receive"_a)
+          "layer"_a, "rows"_a, "decode"_a, "host_send"_a, "host_receive"_a, "partial"_a = false)
       .def(
           "submit",
           [](cuda::Lane& self, uintptr_t stream, int64_t call, uintptr_t device_send) {

@@ -76,8 +76,11 @@ void Exchange::submit(const Call& call) noexcept {
   if (failed_.load(std::memory_order_acquire)) return;
   try {
     Layer& layer = layers_[call.layer];
-    if (layer.immediate) throw std::logic_error("submitted twice without a collect");
-    if (!call.decode || layer.deferred + layer.skipped == 0) {
+    if (layer.open) throw std::logic_error("submitted twice without a collect");
+    layer.open = true;
+    if (call.partial) {
+      submit_one(layer, call);
+    } else if (!call.decode || layer.deferred + layer.skipped == 0) {
       layer.immediate = {layer.moe.get(), layer.moe->submit(call.x, hidden_, call.rows, call.ids, call.w)};
     } else {
       sort_and_submit(layer, call);
@@ -115,6 +118,35 @@ void Exchange::sort_and_submit(Layer& layer, const Call& call) {
                                       weights_.data() + call.rows * now, later)};
 }
 
+// One row, some of whose experts the device computes: the split is decided by all of them, and what is left
+// of either part is submitted.
+void Exchange::submit_one(Layer& layer, const Call& call) {
+  const int64_t k = layer.moe->options().top_k, kept = k - (call.decode ? layer.skipped : 0);
+  const int64_t now = kept - (call.decode ? layer.deferred : 0);
+  const auto slots = static_cast<size_t>(k);
+  if (ids_.size() < slots) {  // the first step only
+    ids_.resize(slots);
+    weights_.resize(slots);
+  }
+  std::copy_n(call.ids, k, ids_.data());
+  std::copy_n(call.w, k, weights_.data());
+  sort_row(ids_.data(), weights_.data(), k);
+  const auto submit = [&](int64_t begin, int64_t end) -> Ticket {
+    int64_t count = 0;
+    for (int64_t s = begin; s < end; ++s) {
+      if (ids_[s] == kElsewhere) continue;
+      ids_[begin + count] = ids_[s];
+      weights_[begin + count] = weights_[s];
+      ++count;
+    }
+    if (count == 0) return {};
+    return {layer.moe.get(),
+            layer.moe->submit(call.x, hidden_, 1, ids_.data() + begin, weights_.data() + begin, count)};
+  };
+  layer.immediate = submit(0, now);
+  layer.posted = submit(now, kept);
+}
+
 void Exchange::collect(const Call& call) noexcept {
   const int64_t floats = call.rows * hidden_;
   if (failed_.load(std::memory_order_acquire)) {
@@ -123,10 +155,16 @@ void Exchange::collect(const Call& call) noexcept {
   }
   const int64_t began = now_ns();
   try {
-    Ticket mine = layers_[call.layer].immediate;
-    layers_[call.layer].immediate = {};
-    if (!mine) throw std::logic_error("collected without a submit");
-    mine.moe->collect(mine.id, call.out, hidden_, help_);
+    Layer& layer = layers_[call.layer];
+    const Ticket mine = layer.immediate;
+    layer.immediate = {};
+    if (!layer.open) throw std::logic_error("collected without a submit");
+    layer.open = false;
+    if (mine) {
+      mine.moe->collect(mine.id, call.out, hidden_, help_);
+    } else {
+      std::fill_n(call.out, floats, 0.0f);
+    }
     Ticket due;
     if (call.layer > 0) std::swap(due, layers_[call.layer - 1].posted);
     if (due) {
@@ -168,6 +206,7 @@ void Exchange::check() {
   for (Layer& layer : layers_) {
     drain(layer.immediate);
     drain(layer.posted);
+    layer.open = false;
   }
   std::exception_ptr error;
   int where = 0;

@@ -21,12 +21,17 @@
 
 namespace ktc::cuda {
 
+// In place of the id of an expert that the device computes itself. Its weight still counts in the order that
+// decides who is deferred or skipped.
+inline constexpr int64_t kElsewhere = -1;
+
 // One visit of one MoE layer. Its address is what a stream carries, so it must outlive the graph that holds
 // it.
 struct Call {
   int layer = 0;
   int64_t rows = 0;
   bool decode = false;           // deferral and skipping apply
+  bool partial = false;          // one row; an id of kElsewhere is computed on the device, not here
   const float* x = nullptr;      // [rows, hidden]
   const float* w = nullptr;      // [rows, top_k]
   const int64_t* ids = nullptr;  // [rows, top_k]
@@ -78,10 +83,12 @@ class Exchange {
   struct Layer {
     std::shared_ptr<Moe> moe;
     int64_t deferred = 0, skipped = 0;
+    bool open = false;         // submitted and not yet collected; with nothing to do there is no ticket
     Ticket immediate, posted;  // posted: due at the next layer's collect
   };
 
   void sort_and_submit(Layer& layer, const Call& call);
+  void submit_one(Layer& layer, const Call& call);
   void fail(int layer) noexcept;
   static void drain(Ticket& ticket) noexcept;
 

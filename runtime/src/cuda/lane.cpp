@@ -54,17 +54,20 @@ Cudart Cudart::find(const std::string& path) {
 Lane::Lane(std::unique_ptr<Exchange> exchange, Cudart cudart)
     : cudart_(std::move(cudart)), exchange_(std::move(exchange)) {}
 
-int64_t Lane::bind(int layer, int64_t rows, bool decode, void* host_send, float* host_receive) {
+int64_t Lane::bind(int layer, int64_t rows, bool decode, void* host_send, float* host_receive, bool partial) {
   if (layer < 0 || layer >= exchange_->layers())
     throw std::invalid_argument("cuda lane: there is no MoE layer " + std::to_string(layer));
   if (rows < 1 || host_send == nullptr || host_receive == nullptr)
     throw std::invalid_argument("cuda lane: staging for at least one row is needed");
+  if (partial && rows != 1)
+    throw std::invalid_argument("cuda lane: experts on the device are for steps of one row");
   const SendLayout layout(exchange_->hidden(), exchange_->top_k(layer), rows);
   auto* const bytes = static_cast<char*>(host_send);
   auto visit = std::make_unique<Visit>();
   visit->call = Call{layer,
                      rows,
                      decode,
+                     partial,
                      reinterpret_cast<const float*>(bytes),
                      reinterpret_cast<const float*>(bytes + layout.weights),
                      reinterpret_cast<const int64_t*>(bytes + layout.ids),

@@ -20,8 +20,9 @@ class Lane {
   Lane& operator=(const Lane&) = delete;
 
   // Staging (pinned host memory, SendLayout and f32 [rows, hidden]) for visits of one layer with so many
-  // rows. Returns a handle for submit and collect; it stays valid as long as the lane.
-  int64_t bind(int layer, int64_t rows, bool decode, void* host_send, float* host_receive);
+  // rows. `partial`: see Call. Returns a handle for submit and collect; it stays valid as long as the lane.
+  int64_t bind(int layer, int64_t rows, bool decode, void* host_send, float* host_receive,
+               bool partial = false);
 
   // Enqueue on `stream`: device send buffer -> staging, then the callback that hands it over.
   void submit(void* stream, int64_t call, const void* device_send);

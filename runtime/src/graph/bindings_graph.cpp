@@ -13,6 +13,7 @@
 #include "graph/adapters.h"
 #include "graph/executor.h"
 #include "graph/pool_adapter.h"
+#include "graph/routing_counter.h"
 #include "pool.h"
 
 namespace py = pybind11;
@@ -157,6 +158,17 @@ void bind_graph(py::module_& m) {
       .def_property_readonly("state_bytes", &Executor::state_bytes)
       .def_property_readonly("max_rows", &Executor::max_rows)
       .def_property_readonly("isa", [](const Executor& e) { return std::string(e.isa()); });
+  using graph::RoutingCounter;
+  py::class_<RoutingCounter, std::shared_ptr<RoutingCounter>>(m, "RoutingCounter")
+      .def(py::init([](std::shared_ptr<Executor> executor,
+                       const std::vector<std::tuple<size_t, int, int64_t, int64_t>>& blocks) {
+             std::vector<RoutingCounter::Block> list;
+             for (const auto& [submit, ids, top_k, experts] : blocks)
+               list.push_back({submit, ids, top_k, experts});
+             return std::make_shared<RoutingCounter>(std::move(executor), list);
+           }),
+           "executor"_a, "blocks"_a)
+      .def("counts", &RoutingCounter::counts);
   bind_emulate(m);
   m.def(
       "graph_scratch",

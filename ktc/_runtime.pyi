@@ -213,6 +213,7 @@ class Executor:
     state_bytes: int
     max_rows: int
     isa: str
+    has_bf16: bool
 
 class RoutingCounter:
     """Counts the experts that an executor's steps choose, as long as it lives."""

@@ -196,6 +196,12 @@ class GraphExecutor:
         return logits
 
     @property
+    def prefill_type(self) -> str:
+        """Data type of attention over many rows: "bf16" if the program allows it and the CPU has it, else "fp32"."""
+        wanted = any(node.params.get("bf16") for node in self.program.nodes)
+        return "bf16" if wanted and self.native.has_bf16 else "fp32"
+
+    @property
     def arena_bytes(self) -> int:
         return int(self.native.arena_bytes)
 

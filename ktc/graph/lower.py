@@ -175,6 +175,15 @@ class _Lowering:
         make = self.mla if self.skeleton.attention == "mla" else self.gqa
         return self.linear(f"{module}.o_proj", make(layer, module, x, tag), f"{tag}.attention_out")
 
+    def bf16(self, *projections: str) -> int:
+        """1 if prefill may multiply queries, keys, values and probabilities in bf16.
+
+        That is what the recipe says of an attention's data type through its projections: if all of them are packed
+        and none is fp32, everything the attention reads was rounded to bf16 or coarser already.
+        """
+        packed = [self.inventory.linears.get(name) for name in projections]
+        return int(all(linear is not None and linear.data_type != "fp32" for linear in packed))
+
     def gqa(self, layer: int, module: str, x: int, tag: str) -> int:
         c, s = self.config, self.skeleton
         heads, kv_heads, dim = int(c.num_attention_heads), int(c.num_key_value_heads), head_dim(c)
@@ -196,6 +205,7 @@ class _Lowering:
         params = {
             "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "rotary_half": self.cols(self.cos),
             "window": s.window(layer), "rope": s.rope, "scale": s.scale, "norm_eps": self.eps, "clip": s.clip,
+            "bf16": self.bf16(*(f"{module}.{p}_proj" for p in "qkvo")),
         }  # fmt: skip
         out = self.buffer(f"{tag}.heads", heads * dim)
         scratch = self.buffer(f"{tag}.attention_scratch", 0, "scratch")
@@ -216,7 +226,8 @@ class _Lowering:
         params: dict[str, float] = {
             "heads": heads, "nope": int(c.qk_nope_head_dim), "rope_dim": int(c.qk_rope_head_dim),
             "v_dim": v_dim, "rank": rank, "rope": s.rope, "scale": s.scale,
-            "norm_eps": MLA_NORM_EPS,
+            "norm_eps": MLA_NORM_EPS, "bf16": self.bf16(*(f"{module}.{p}" for p in (
+                "q_proj" if c.q_lora_rank is None else "q_b_proj", "kv_a_proj_with_mqa", "o_proj"))),
         }  # fmt: skip
         weights = {
             "kv_norm": self.tensor(f"{module}.kv_a_layernorm.weight"), "kv_b": self.tensor(f"{module}.kv_b_proj.weight")

@@ -41,6 +41,7 @@ class NativeReport:
     bundle: str
     variant: str
     isa: str
+    attention: str
     threads: list[int]
     weight_bytes: int = 0
     weights: BundleWeights | None = None
@@ -69,7 +70,7 @@ class NativeReport:
         out = [
             f"native graph: {format_bytes(self.weight_bytes)} of weights in {format_seconds(self.seconds)},"
             f" {share:.0%} in huge pages; kernels {self.variant}, operators {self.isa},"
-            f" {sum(self.threads)} threads",
+            f" prefill attention {self.attention}, {sum(self.threads)} threads",
             f"  caches {format_bytes(self.cache_bytes)} for {self.context} positions,"
             f" scratch {format_bytes(self.arena_bytes)}",
         ]
@@ -301,6 +302,7 @@ def open_native(
         str(bundle.path),
         lib.variant,
         graph.native.isa,
+        graph.prefill_type,
         [len(n) for n in cpus],
         weights.nbytes,
         weights,

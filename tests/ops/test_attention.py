@@ -1,4 +1,7 @@
-"""Native attention against a naive softmax: grouped-query with windows and sinks, absorbed MLA, chunks, threads."""
+"""Native attention against a naive softmax: grouped-query with windows and sinks, MLA, chunks, threads.
+
+By rows (decode, and the reference), and by tiles (prefill): in f32 on every ISA, in bf16 where the CPU has it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,19 @@ import pytest
 import torch
 
 from ktc import _runtime
-from tests.ops.test_ops import ISAS, close, ops, ptr, rand, rotary
+from tests.ops.test_ops import DTYPES, ISAS, close, ops, ptr, rand, rotary
 
-CONTEXT = 700
+CONTEXT = 1400
+F32, BF16, ROWS = 0, 1, 2  # of ops/attention.h
+BF16_ISAS = [isa for isa in ISAS if isa in ("avx512_bf16", "amx")]
+KERNELS = [(isa, F32) for isa in ISAS if isa not in BF16_ISAS] + [(isa, BF16) for isa in BF16_ISAS]
+
+
+def name_of(isa: str, prefill: int, rows: int) -> str:
+    """What must run: tiles from 16 rows on; the bf16 ISAs use avx512 for f32."""
+    if prefill == ROWS or rows < 16:
+        return "rows"
+    return isa if prefill == BF16 or isa not in BF16_ISAS else "avx512"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +80,18 @@ class Case:
         p = scores.softmax(-1)[..., :n]
         return torch.einsum("hqk,khd->qhd", p, v).reshape(n, -1).float()
 
-    def run(self, isa: str, chunks: list[int], pool: object = None) -> torch.Tensor:
+    def run(self, isa: str, chunks: list[int], pool: object = None, prefill: int = F32) -> torch.Tensor:
         s, at, out = self.s, 0, []
-        keys, values = torch.zeros(s.kv_heads, CONTEXT, s.dim), torch.zeros(s.kv_heads, CONTEXT, s.dim)
+        keys, values = (torch.full((s.kv_heads, CONTEXT, s.dim), float("nan")) for _ in range(2))
         for rows in chunks:
             part = slice(at, at + rows)
             y = torch.full((rows, s.heads * s.dim), float("nan"))
-            ops.gqa(isa, pool, s.heads, s.kv_heads, s.dim, s.half, s.window, 0, 0.2, 1e-6, s.clip, ptr(self.q[part]),
-                    ptr(self.k[part]), ptr(self.v[part]), ptr(self.cos[part]), ptr(self.sin[part]), ptr(self.q_norm),
-                    ptr(self.k_norm), ptr(self.sinks), ptr(keys), ptr(values), CONTEXT, at, rows, ptr(y))  # fmt: skip
+            ran = ops.gqa(
+                isa, pool, s.heads, s.kv_heads, s.dim, s.half, s.window, 0, 0.2, 1e-6, s.clip, ptr(self.q[part]),
+                ptr(self.k[part]), ptr(self.v[part]), ptr(self.cos[part]), ptr(self.sin[part]), ptr(self.q_norm),
+                ptr(self.k_norm), ptr(self.sinks), ptr(keys), ptr(values), CONTEXT, at, rows, ptr(y),
+                prefill)  # fmt: skip
+            assert not isa or ran == name_of(isa, prefill, rows)
             out.append(y)
             at += rows
         return torch.cat(out)
@@ -124,40 +140,66 @@ def test_s6_gqa_nan_row_reaches_later_rows_only(isa: str) -> None:
     assert torch.isfinite(again[11:]).all()
 
 
+@dataclasses.dataclass(frozen=True)
+class Mla:
+    heads: int = 4
+    nope: int = 16
+    rope: int = 8
+    v_dim: int = 16
+    rank: int = 24
+
+
+class MlaCase:
+    """As `Case`, for latent attention."""
+
+    def __init__(self, shape: Mla, total: int, style: int = 1, kv_b_type: str = "fp32") -> None:
+        s, self.s, self.total, self.style, self.kv_b_type = shape, shape, total, style, kv_b_type
+        self.q, self.kv = rand(total, s.heads * (s.nope + s.rope)), rand(total, s.rank + s.rope, seed=1)
+        self.norm = rand(s.rank, seed=2)
+        kv_b = rand(s.heads * (s.nope + s.v_dim), s.rank, seed=3, scale=s.rank**-0.5)
+        self.kv_b = kv_b.to(DTYPES[kv_b_type])
+        self.cos, self.sin = rotary(s.rope // 2, 0, total, 1.0)
+
+    def naive(self) -> torch.Tensor:
+        s, n = self.s, self.total
+
+        def turn(x: torch.Tensor) -> torch.Tensor:  # [T, heads, rope]; pair order does not change scores
+            split = (x[..., : s.rope // 2], x[..., s.rope // 2 :])
+            a, b = split if self.style == 0 else (x[..., 0::2], x[..., 1::2])
+            cos, sin = self.cos.double()[:, None], self.sin.double()[:, None]
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+        q = self.q.double().view(n, s.heads, s.nope + s.rope)
+        latent = self.kv.double()[:, : s.rank]
+        latent = self.norm.double() * latent * torch.rsqrt(latent.pow(2).mean(-1, keepdim=True) + 1e-6)
+        expanded = (latent @ self.kv_b.double().T).view(n, s.heads, s.nope + s.v_dim)
+        shared = turn(self.kv.double()[:, None, s.rank :]).expand(-1, s.heads, -1)
+        keys = torch.cat((expanded[..., : s.nope], shared), -1)
+        queries = torch.cat((q[..., : s.nope], turn(q[..., s.nope :])), -1)
+        scores = torch.einsum("qhd,khd->hqk", queries, keys) * 0.3
+        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), expanded[..., s.nope :]).reshape(n, -1).float()
+
+    def run(self, isa: str, chunks: list[int], pool: object = None, prefill: int = F32) -> torch.Tensor:
+        s, at, out = self.s, 0, []
+        cache = torch.full((CONTEXT, s.rank + s.rope), float("nan"))
+        self.ran: list[str] = []
+        for rows in chunks:
+            part = slice(at, at + rows)
+            y = torch.full((rows, s.heads * s.v_dim), float("nan"))
+            ran = ops.mla(
+                isa, pool, s.heads, s.nope, s.rope, s.v_dim, s.rank, self.style, 0.3, 1e-6, ptr(self.q[part]),
+                ptr(self.kv[part]), ptr(self.cos[part]), ptr(self.sin[part]), ptr(self.norm), ptr(self.kv_b),
+                self.kv_b_type, ptr(cache), at, rows, ptr(y), prefill)  # fmt: skip
+            self.ran.append(ran)
+            out.append(y)
+            at += rows
+        return torch.cat(out)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("style", "kv_b_type"), [(1, "fp32"), (2, "bf16"), (0, "fp32")])
-@pytest.mark.parametrize(("heads", "nope", "rope", "v_dim", "rank"), [(4, 16, 8, 16, 24), (130, 6, 4, 10, 20)])
-def test_mla_equals_expanded_attention(
-    isa: str, style: int, kv_b_type: str, heads: int, nope: int, rope: int, v_dim: int, rank: int
-) -> None:
-    total = 90
-    q, kv = rand(total, heads * (nope + rope)), rand(total, rank + rope, seed=1)
-    norm = rand(rank, seed=2)
-    kv_b = rand(heads * (nope + v_dim), rank, seed=3, scale=rank**-0.5)
-    kv_b = kv_b.bfloat16() if kv_b_type == "bf16" else kv_b
-    cos, sin = rotary(rope // 2, 0, total, 1.0)
-    cache, out, at = torch.zeros(CONTEXT, rank + rope), [], 0
-    for rows in (40, 1, 30, *[1] * 19):
-        part = slice(at, at + rows)
-        y = torch.full((rows, heads * v_dim), float("nan"))
-        ops.mla(isa, None, heads, nope, rope, v_dim, rank, style, 0.3, 1e-6, ptr(q[part]), ptr(kv[part]),
-                ptr(cos[part]), ptr(sin[part]), ptr(norm), ptr(kv_b), kv_b_type, ptr(cache), at, rows,
-                ptr(y))  # fmt: skip
-        out.append(y)
-        at += rows
-
-    def turn(x: torch.Tensor) -> torch.Tensor:  # [T, heads, rope]; pair order does not change scores
-        a, b = (x[..., : rope // 2], x[..., rope // 2 :]) if style == 0 else (x[..., 0::2], x[..., 1::2])
-        c, s = cos.double()[:, None], sin.double()[:, None]
-        return torch.cat((a * c - b * s, b * c + a * s), -1)
-
-    qd = q.double().view(total, heads, nope + rope)
-    latent = kv.double()[:, :rank]
-    latent = norm.double() * latent * torch.rsqrt(latent.pow(2).mean(-1, keepdim=True) + 1e-6)
-    expanded = (latent @ kv_b.double().T).view(total, heads, nope + v_dim)
-    keys = torch.cat((expanded[..., :nope], turn(kv.double()[:, None, rank:]).expand(-1, heads, -1)), -1)
-    queries = torch.cat((qd[..., :nope], turn(qd[..., nope:])), -1)
-    scores = torch.einsum("qhd,khd->hqk", queries, keys) * 0.3
-    scores = scores.masked_fill(torch.ones(total, total).triu(1).bool(), float("-inf"))
-    want = torch.einsum("hqk,khd->qhd", scores.softmax(-1), expanded[..., nope:]).reshape(total, -1).float()
-    close(torch.cat(out), want, 5e-6)
+@pytest.mark.parametrize("shape", [Mla(), Mla(130, 6, 4, 10, 20)], ids=str)
+def test_mla_equals_expanded_attention(isa: str, style: int, kv_b_type: str, shape: Mla) -> None:
+    case = MlaCase(shape, 90, style, kv_b_type)
+    close(case.run(isa, [40, 1, 30, *[1] * 19]), case.naive(), 5e-6)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from ktc import _runtime
 from ktc.engine.chat import load_tokenizer
 from ktc.engine.generate import TextGenerator
 from ktc.errors import BundleError, KtcError
@@ -69,6 +70,26 @@ def test_quantised_graph_equals_eager_engine(
     got, want = native_logits(native(name, recipe), ids, 13), eager_logits(loaded(name, recipe), ids)
     assert relative(got, want) <= 2e-2
     assert np.median(np.abs(got - want)) <= 2e-3 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
+def test_prefill_attention_is_bf16_where_the_recipe_is(native: Native, name: str) -> None:
+    """Decides what is multiplied in prefill only; f32 recipes, and CPUs without bf16, keep f32."""
+    ids = ids_of(90, seed=8)
+    for recipe, kind in (("fp32", 0), ("bf16", 1), ("int4", 1)):
+        nodes = [n for n in native(name, recipe).graph.program.nodes if n.op in ("gqa", "mla")]
+        assert nodes and all(n.params["bf16"] == kind for n in nodes)
+    plain = native(name, "bf16", isa="baseline")
+    assert plain.graph.prefill_type == native(name, "fp32").graph.prefill_type == "fp32"
+    want = native_logits(plain, ids, 70)
+    for isa in {"avx512_bf16", "amx"} & set(_runtime.ops.available()):
+        model = native(name, "bf16", isa=isa)
+        assert model.ktc_report is not None and "prefill attention bf16" in "\n".join(model.ktc_report.lines())
+        got = native_logits(model, ids, 70)
+        error = np.abs(got - want).max(axis=1) / np.abs(want).max()  # of each token: a router's near-tie may move one
+        assert error[:70].min() > 0
+        assert np.quantile(error, 0.9) <= 2e-2
+        assert np.median(np.abs(got - want)) <= 3e-3 * np.abs(want).max()
 
 
 def test_nodes_and_threads_give_the_same(native: Native) -> None:

@@ -157,6 +157,7 @@ void bind_graph(py::module_& m) {
                              [](const Executor& e) { return reinterpret_cast<uintptr_t>(e.arena()); })
       .def_property_readonly("state_bytes", &Executor::state_bytes)
       .def_property_readonly("max_rows", &Executor::max_rows)
+      .def_property_readonly("has_bf16", &Executor::has_bf16)
       .def_property_readonly("isa", [](const Executor& e) { return std::string(e.isa()); });
   using graph::RoutingCounter;
   py::class_<RoutingCounter, std::shared_ptr<RoutingCounter>>(m, "RoutingCounter")
@@ -181,7 +182,9 @@ void bind_graph(py::module_& m) {
         if (op == "gqa") {
           ops::GqaShape s{};
           s.heads = get("heads");
+          s.kv_heads = get("kv_heads");
           s.head_dim = get("head_dim");
+          s.prefill = get("bf16") ? ops::Prefill::kBF16 : ops::Prefill::kF32;
           return 4 * ops::gqa_scratch(s, threads, rows);
         }
         if (op == "mla") {
@@ -189,6 +192,9 @@ void bind_graph(py::module_& m) {
           s.heads = get("heads");
           s.rank = get("rank");
           s.rope_dim = get("rope_dim");
+          s.nope = get("nope");
+          s.v_dim = get("v_dim");
+          s.prefill = get("bf16") ? ops::Prefill::kBF16 : ops::Prefill::kF32;
           return 4 * ops::mla_scratch(s, threads, rows);
         }
         if (op == "router")

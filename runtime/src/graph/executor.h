@@ -151,6 +151,7 @@ class Executor {
   int64_t state_bytes() const { return state_bytes_; }
   int64_t max_rows() const { return layouts_.back().max_rows; }
   const char* isa() const { return table_->name; }
+  bool has_bf16() const { return table_->tiles_bf16 != nullptr; }  // attention over many rows
   const Options& options() const { return options_; }
   float* state(int index) const { return states_.at(static_cast<size_t>(index)); }
   const ops::Parallel& parallel() const { return parallel_; }

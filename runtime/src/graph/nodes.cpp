@@ -212,6 +212,10 @@ class Scale final : public Node {
   float divisor_;
 };
 
+ops::Prefill prefill(const NodeSpec& s) {
+  return s.param("bf16", 0) != 0 ? ops::Prefill::kBF16 : ops::Prefill::kF32;
+}
+
 class Gqa final : public Node {
  public:
   Gqa(const NodeSpec& s, Executor& e)
@@ -233,7 +237,8 @@ class Gqa final : public Node {
               static_cast<ops::Rope>(integer(s, "rope")),
               static_cast<float>(s.param("scale")),
               static_cast<float>(s.param("norm_eps", 0.0)),
-              static_cast<float>(s.param("clip", 0.0))};
+              static_cast<float>(s.param("clip", 0.0)),
+              prefill(s)};
     const auto optional = [&](const char* key) {
       const WeightRef* w = s.weight(key);
       return w ? w->f32(key) : nullptr;
@@ -279,7 +284,8 @@ class Mla final : public Node {
               integer(s, "rank"),
               static_cast<ops::Rope>(integer(s, "rope")),
               static_cast<float>(s.param("scale")),
-              static_cast<float>(s.param("norm_eps"))};
+              static_cast<float>(s.param("norm_eps")),
+              prefill(s)};
     if (shape_.rope_dim / 2 > ops::kMaxRopeHalf)
       throw std::invalid_argument(s.name + ": rotary dimension too large");
   }

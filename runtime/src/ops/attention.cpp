@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "ops/prefill.h"
+
 namespace ktc::ops {
 
 namespace {
@@ -12,6 +14,25 @@ constexpr int64_t kMlaPairs = 2048;  // query rows x heads of MLA alive at a tim
 constexpr int64_t kSerialWork = 1 << 15;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+const Tiles* tiles_for(const Table& table, Prefill prefill, int64_t rows) {
+  if (prefill == Prefill::kRows || rows < kTileRows) return nullptr;
+  return prefill == Prefill::kBF16 && table.tiles_bf16 ? table.tiles_bf16 : table.tiles_f32;
+}
+
+// Floats of either way, whichever takes more: a bf16 call may find itself on a CPU without.
+int64_t prefill_floats(Prefill prefill, const PrefillShape& s, int64_t rows, int threads) {
+  int64_t bytes = plan_prefill(false, s, rows, threads).bytes;
+  if (prefill == Prefill::kBF16) bytes = std::max(bytes, plan_prefill(true, s, rows, threads).bytes);
+  return ceil_div(bytes, 4);
+}
+
+// Multiply-adds per head and key: expanding once and multiplying in heads, against multiplying in latents.
+bool worth_expanding(const Tiles& tiles, const MlaShape& s, int64_t rows) {
+  const int64_t expanded = s.rank * (s.nope + s.v_dim) + rows * (s.nope + s.rope_dim + s.v_dim);
+  // In latents the products are f32 by rows, far slower than bf16 ones.
+  return tiles.bf16 || expanded < rows * (2 * s.rank + s.rope_dim);
+}
 
 }  // namespace
 
@@ -89,12 +110,15 @@ void attention(const Table& table, const Parallel& parallel, const AttentionCall
 }
 
 int64_t gqa_scratch(const GqaShape& s, int threads, int64_t max_rows) {
-  return attention_scratch(threads, s.head_dim) + max_rows * s.heads * s.head_dim;
+  const bool tiles = s.prefill != Prefill::kRows && max_rows >= kTileRows;
+  const int64_t rows = tiles ? kTileRows : max_rows;
+  const int64_t by_rows = attention_scratch(threads, s.head_dim) + rows * s.heads * s.head_dim;
+  const PrefillShape shape{s.kv_heads, s.heads / s.kv_heads, s.head_dim, s.head_dim, 0, 0};
+  return tiles ? std::max(by_rows, prefill_floats(s.prefill, shape, max_rows, threads)) : by_rows;
 }
 
-void gqa(const Table& table, const Parallel& parallel, const GqaShape& s, const GqaCall& c) {
+const char* gqa(const Table& table, const Parallel& parallel, const GqaShape& s, const GqaCall& c) {
   const int64_t d = s.head_dim, group = s.heads / s.kv_heads;
-  float* const q = c.scratch + attention_scratch(parallel.threads, d);
   const auto prepare = [&](const float* x, const float* norm, int64_t t, bool rotate, float* y) {
     const float* from = x;
     if (norm) {
@@ -108,30 +132,62 @@ void gqa(const Table& table, const Parallel& parallel, const GqaShape& s, const 
     const int64_t half = rotate ? s.rotary_half : 0;
     table.rope(from, d, half, c.cos + t * s.rotary_half, c.sin + t * s.rotary_half, s.rope, y);
   };
+  const auto query = [&](int64_t head, int64_t pair, float* y) {
+    const int64_t t = pair / group;
+    prepare(c.q + (t * s.heads + head * group + pair % group) * d, c.q_norm, t, true, y);
+  };
+  const Tiles* const tiles = tiles_for(table, s.prefill, c.rows);
+  float* const q =
+      c.scratch + attention_scratch(parallel.threads, d);  // by rows: [kv_heads][rows * group][d]
   const int64_t grain = std::max<int64_t>(1, kSerialWork / ((s.heads + 2 * s.kv_heads) * d));
   parallel_range(parallel, c.rows, grain, [&](int64_t lo, int64_t hi, int) {
-    for (int64_t t = lo; t < hi; ++t) {
+    for (int64_t t = lo; t < hi; ++t)
       for (int64_t h = 0; h < s.kv_heads; ++h) {
         const int64_t at = (h * c.context + c.position + t) * d;
         prepare(c.k + (t * s.kv_heads + h) * d, c.k_norm, t, true, c.k_cache + at);
         prepare(c.v + (t * s.kv_heads + h) * d, nullptr, t, false, c.v_cache + at);
+        for (int64_t pair = t * group; !tiles && pair < (t + 1) * group; ++pair)
+          query(h, pair, q + (h * c.rows * group + pair) * d);
       }
-      for (int64_t h = 0; h < s.heads; ++h)
-        prepare(c.q + (t * s.heads + h) * d, c.q_norm, t, true,
-                q + ((h / group * c.rows + t) * group + h % group) * d);
-    }
   });
-  attention(table, parallel,
-            {q, s.kv_heads, group, c.rows, d, d, c.k_cache, c.v_cache, d, d, c.context * d, c.context * d,
-             c.position, s.window, s.scale, c.sinks, c.out, s.heads * d, c.scratch});
+  if (!tiles) {
+    attention(table, parallel,
+              {q, s.kv_heads, group, c.rows, d, d, c.k_cache, c.v_cache, d, d, c.context * d, c.context * d,
+               c.position, s.window, s.scale, c.sinks, c.out, s.heads * d, c.scratch});
+    return "rows";
+  }
+  PrefillCall call{};
+  call.shape = {s.kv_heads, group, d, d, 0, 0};
+  call.rows = c.rows;
+  call.position = c.position;
+  call.window = s.window;
+  call.scale = s.scale;
+  call.sinks = c.sinks;
+  call.k = c.k_cache;
+  call.v = c.v_cache;
+  call.ld_k = call.ld_v = d;
+  call.head_k = call.head_v = c.context * d;
+  call.out = c.out;
+  call.ld_out = s.heads * d;
+  call.scratch = c.scratch;
+  call.context = &query;
+  call.query = [](const void* context, int64_t head, int64_t pair, float* row) {
+    (*static_cast<decltype(&query)>(context))(head, pair, row);
+  };
+  prefill(*tiles, parallel, call);
+  return tiles->name;
 }
 
 int64_t mla_scratch(const MlaShape& s, int threads, int64_t max_rows) {
   const int64_t rows = std::min(max_rows, std::max<int64_t>(1, kMlaPairs / s.heads));
-  return attention_scratch(threads, s.rank) + rows * s.heads * (s.rank + s.rope_dim + s.rank);
+  const int64_t by_rows =
+      attention_scratch(threads, s.rank) + rows * s.heads * (s.rank + s.rope_dim + s.rank);
+  if (s.prefill == Prefill::kRows || max_rows < kTileRows) return by_rows;
+  const PrefillShape shape{s.heads, 1, s.nope + s.rope_dim, s.v_dim, s.rank, s.nope};
+  return std::max(by_rows, prefill_floats(s.prefill, shape, max_rows, threads));
 }
 
-void mla(const Table& table, const Parallel& parallel, const MlaShape& s, const MlaCall& c) {
+const char* mla(const Table& table, const Parallel& parallel, const MlaShape& s, const MlaCall& c) {
   const int64_t width = s.rank + s.rope_dim, half = s.rope_dim / 2, q_dim = s.nope + s.rope_dim;
   parallel_range(
       parallel, c.rows, std::max<int64_t>(1, kSerialWork / width), [&](int64_t lo, int64_t hi, int) {
@@ -142,6 +198,30 @@ void mla(const Table& table, const Parallel& parallel, const MlaShape& s, const 
           table.rope(kv + s.rank, s.rope_dim, half, c.cos + t * half, c.sin + t * half, s.rope, row + s.rank);
         }
       });
+  const Tiles* const tiles = tiles_for(table, s.prefill, c.rows);
+  if (tiles && worth_expanding(*tiles, s, c.rows)) {
+    const auto query = [&](int64_t head, int64_t t, float* y) {
+      const float* const x = c.q + (t * s.heads + head) * q_dim;
+      std::copy_n(x, s.nope, y);
+      table.rope(x + s.nope, s.rope_dim, half, c.cos + t * half, c.sin + t * half, s.rope, y + s.nope);
+    };
+    PrefillCall call{};
+    call.shape = {s.heads, 1, q_dim, s.v_dim, s.rank, s.nope};
+    call.rows = c.rows;
+    call.position = c.position;
+    call.scale = s.scale;
+    call.kv_b = c.kv_b;
+    call.cache = c.cache;
+    call.out = c.out;
+    call.ld_out = s.heads * s.v_dim;
+    call.scratch = c.scratch;
+    call.context = &query;
+    call.query = [](const void* context, int64_t head, int64_t pair, float* row) {
+      (*static_cast<decltype(&query)>(context))(head, pair, row);
+    };
+    prefill(*tiles, parallel, call);
+    return tiles->name;
+  }
   const int64_t step = std::max<int64_t>(1, kMlaPairs / s.heads);
   float* const q = c.scratch + attention_scratch(parallel.threads, s.rank);
   float* const latent = q + std::min(c.rows, step) * s.heads * width;
@@ -165,6 +245,7 @@ void mla(const Table& table, const Parallel& parallel, const MlaShape& s, const 
                     s.v_dim, s.rank, nullptr, c.out + (begin * s.heads + h) * s.v_dim, s.heads * s.v_dim);
     });
   }
+  return "rows";
 }
 
 }  // namespace ktc::ops

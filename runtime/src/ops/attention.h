@@ -1,7 +1,9 @@
 // Causal attention over a cache, spread over threads: grouped-query and absorbed multi-head latent.
 //
-// One code path serves decode (one row) and prefill (a chunk of rows). How the keys are split depends on
-// shapes only, never on threads, so the bits do not either. Scratch is given by the caller.
+// Few rows (decode) go by rows: keys are split over threads, everything is f32. From kTileRows rows on
+// (prefill) it goes by tiles (prefill.h), in f32 or bf16; latent attention then expands keys and values per
+// stretch of keys where that is less work. How work is cut depends on shapes only, never on threads, so the
+// bits do not either. Scratch is given by the caller.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +12,11 @@
 #include "ops/parallel.h"
 
 namespace ktc::ops {
+
+constexpr int64_t kTileRows = 16;
+
+// How a call of many rows computes. kRows: as few rows do, the reference for the others.
+enum class Prefill : int32_t { kF32 = 0, kBF16 = 1, kRows = 2 };
 
 // Queries [kv_heads][rows * group][dk] against a cache of `position + rows` keys per KV head.
 struct AttentionCall {
@@ -33,6 +40,7 @@ struct GqaShape {
   int64_t heads, kv_heads, head_dim, rotary_half, window;
   Rope rope;
   float scale, norm_eps, clip;  // clip 0 = none (olmoe's clip_qkv)
+  Prefill prefill = Prefill::kF32;
 };
 struct GqaCall {
   const float* q;  // [T][heads * head_dim]
@@ -49,14 +57,16 @@ struct GqaCall {
   float* out;  // [T][heads * head_dim]
   float* scratch;
 };
+// Floats. gqa and mla return the name of what ran: of a `Tiles`, or "rows".
 int64_t gqa_scratch(const GqaShape& shape, int threads, int64_t max_rows);
-void gqa(const Table& table, const Parallel& parallel, const GqaShape& shape, const GqaCall& call);
+const char* gqa(const Table& table, const Parallel& parallel, const GqaShape& shape, const GqaCall& call);
 
 // Multi-head latent attention over the compressed cache, queries multiplied into the latent space.
 struct MlaShape {
   int64_t heads, nope, rope_dim, v_dim, rank;
   Rope rope;
   float scale, norm_eps;
+  Prefill prefill = Prefill::kF32;
 };
 struct MlaCall {
   const float* q;    // [T][heads * (nope + rope_dim)]
@@ -71,6 +81,6 @@ struct MlaCall {
   float* scratch;
 };
 int64_t mla_scratch(const MlaShape& shape, int threads, int64_t max_rows);
-void mla(const Table& table, const Parallel& parallel, const MlaShape& shape, const MlaCall& call);
+const char* mla(const Table& table, const Parallel& parallel, const MlaShape& shape, const MlaCall& call);
 
 }  // namespace ktc::ops

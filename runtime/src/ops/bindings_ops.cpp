@@ -39,6 +39,12 @@ int64_t* i(Ptr p) { return reinterpret_cast<int64_t*>(p); }
 ops::Matrix matrix(Ptr p, const std::string& type, int64_t ld) {
   return {reinterpret_cast<const void*>(p), dtype(type), ld};
 }
+// Grows, and keeps what earlier calls left there: an operator must not depend on it.
+float* scratch(int64_t floats) {
+  thread_local std::vector<float> memory;
+  if (memory.size() < static_cast<size_t>(floats)) memory.resize(static_cast<size_t>(floats));
+  return memory.data();
+}
 ops::Parallel parallel(Pool* pool) { return graph::make_parallel(pool); }
 
 }  // namespace
@@ -47,7 +53,7 @@ void bind_ops(py::module_& parent) {
   py::module_ m = parent.def_submodule("ops", "Single native operators, for tests.");
   m.def("available", [] {
     std::vector<std::string> names;
-    for (const char* n : {"baseline", "avx2", "avx512"})
+    for (const char* n : {"baseline", "avx2", "avx512", "avx512_bf16", "amx"})
       if (ops::table(n) != nullptr) names.emplace_back(n);
     return names;
   });
@@ -79,7 +85,7 @@ void bind_ops(py::module_& parent) {
   m.def("router", [](const std::string& isa, Ptr logits, int64_t rows, int score, int group_score,
                      int experts, int top_k, int n_group, int topk_group, Ptr choice_bias, bool renormalise,
                      float eps, float scale, Ptr weights, Ptr ids) {
-    std::vector<float> scratch(static_cast<size_t>(ops::router_scratch(experts, n_group)));
+    float* const memory = scratch(ops::router_scratch(experts, n_group));
     const ops::RouterArgs args{static_cast<ops::Score>(score),
                                static_cast<ops::GroupScore>(group_score),
                                experts,
@@ -90,7 +96,7 @@ void bind_ops(py::module_& parent) {
                                renormalise,
                                eps,
                                scale};
-    table(isa).router(args, f(logits), 0, rows, scratch.data(), f(weights), i(ids));
+    table(isa).router(args, f(logits), 0, rows, memory, f(weights), i(ids));
   });
   m.def("silu_mul", [](const std::string& isa, Ptr g, Ptr u, int64_t n, Ptr y) {
     table(isa).silu_mul(f(g), f(u), n, f(y));
@@ -103,37 +109,42 @@ void bind_ops(py::module_& parent) {
       [](const std::string& isa, Pool* pool, int64_t heads, int64_t kv_heads, int64_t head_dim,
          int64_t rotary_half, int64_t window, int rope, float scale, float norm_eps, float clip, Ptr q, Ptr k,
          Ptr v, Ptr cos, Ptr sin, Ptr q_norm, Ptr k_norm, Ptr sinks, Ptr k_cache, Ptr v_cache,
-         int64_t context, int64_t position, int64_t rows, Ptr out) {
+         int64_t context, int64_t position, int64_t rows, Ptr out, int prefill) {
         const ops::Parallel p = parallel(pool);
-        const ops::GqaShape shape{heads,       kv_heads, head_dim,
-                                  rotary_half, window,   static_cast<ops::Rope>(rope),
-                                  scale,       norm_eps, clip};
-        std::vector<float> scratch(static_cast<size_t>(ops::gqa_scratch(shape, p.threads, rows)));
+        const ops::GqaShape shape{heads,    kv_heads,
+                                  head_dim, rotary_half,
+                                  window,   static_cast<ops::Rope>(rope),
+                                  scale,    norm_eps,
+                                  clip,     static_cast<ops::Prefill>(prefill)};
+        float* const memory = scratch(ops::gqa_scratch(shape, p.threads, rows));
         py::gil_scoped_release release;
-        ops::gqa(table(isa), p, shape,
-                 {f(q), f(k), f(v), f(cos), f(sin), f(q_norm), f(k_norm), f(sinks), f(k_cache), f(v_cache),
-                  context, position, rows, f(out), scratch.data()});
+        return ops::gqa(table(isa), p, shape,
+                        {f(q), f(k), f(v), f(cos), f(sin), f(q_norm), f(k_norm), f(sinks), f(k_cache),
+                         f(v_cache), context, position, rows, f(out), memory});
       },
       "isa"_a, "pool"_a.none(true), "heads"_a, "kv_heads"_a, "head_dim"_a, "rotary_half"_a, "window"_a,
       "rope"_a, "scale"_a, "norm_eps"_a, "clip"_a, "q"_a, "k"_a, "v"_a, "cos"_a, "sin"_a, "q_norm"_a,
-      "k_norm"_a, "sinks"_a, "k_cache"_a, "v_cache"_a, "context"_a, "position"_a, "rows"_a, "out"_a);
+      "k_norm"_a, "sinks"_a, "k_cache"_a, "v_cache"_a, "context"_a, "position"_a, "rows"_a, "out"_a,
+      "prefill"_a = 0);
   m.def(
       "mla",
       [](const std::string& isa, Pool* pool, int64_t heads, int64_t nope, int64_t rope_dim, int64_t v_dim,
          int64_t rank, int rope, float scale, float norm_eps, Ptr q, Ptr kv, Ptr cos, Ptr sin, Ptr kv_norm,
-         Ptr kv_b, const std::string& kv_b_type, Ptr cache, int64_t position, int64_t rows, Ptr out) {
+         Ptr kv_b, const std::string& kv_b_type, Ptr cache, int64_t position, int64_t rows, Ptr out,
+         int prefill) {
         const ops::Parallel p = parallel(pool);
-        const ops::MlaShape shape{heads, nope,    rope_dim, v_dim, rank, static_cast<ops::Rope>(rope),
-                                  scale, norm_eps};
-        std::vector<float> scratch(static_cast<size_t>(ops::mla_scratch(shape, p.threads, rows)));
+        const ops::MlaShape shape{heads, nope,     rope_dim,
+                                  v_dim, rank,     static_cast<ops::Rope>(rope),
+                                  scale, norm_eps, static_cast<ops::Prefill>(prefill)};
+        float* const memory = scratch(ops::mla_scratch(shape, p.threads, rows));
         py::gil_scoped_release release;
-        ops::mla(table(isa), p, shape,
-                 {f(q), f(kv), f(cos), f(sin), f(kv_norm), matrix(kv_b, kv_b_type, rank), f(cache), position,
-                  rows, f(out), scratch.data()});
+        return ops::mla(table(isa), p, shape,
+                        {f(q), f(kv), f(cos), f(sin), f(kv_norm), matrix(kv_b, kv_b_type, rank), f(cache),
+                         position, rows, f(out), memory});
       },
       "isa"_a, "pool"_a.none(true), "heads"_a, "nope"_a, "rope_dim"_a, "v_dim"_a, "rank"_a, "rope"_a,
       "scale"_a, "norm_eps"_a, "q"_a, "kv"_a, "cos"_a, "sin"_a, "kv_norm"_a, "kv_b"_a, "kv_b_type"_a,
-      "cache"_a, "position"_a, "rows"_a, "out"_a);
+      "cache"_a, "position"_a, "rows"_a, "out"_a, "prefill"_a = 0);
 }
 
 }  // namespace ktc

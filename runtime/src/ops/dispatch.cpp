@@ -7,12 +7,15 @@
 
 #include "cpu.h"
 #include "ops/ops.h"
+#include "ops/tiles.h"
 
 namespace ktc::ops {
 
 extern const Table kTable_baseline;
 extern const Table kTable_avx2;
 extern const Table kTable_avx512;
+extern const Tiles kTiles_avx512_bf16;
+extern const Tiles kTiles_amx;
 
 namespace {
 
@@ -21,8 +24,22 @@ struct Choice {
   std::vector<const char*> features;
 };
 
+Table with_bf16(const Tiles& tiles) {
+  Table table = kTable_avx512;
+  table.name = tiles.name;
+  table.tiles_bf16 = &tiles;
+  return table;
+}
+
 const Table* choose(const char* force) {
-  const Choice choices[] = {{&kTable_avx512, {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"}},
+  static const Table amx = with_bf16(kTiles_amx), avx512_bf16 = with_bf16(kTiles_avx512_bf16);
+  const std::vector<const char*> avx512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"};
+  std::vector<const char*> bf16 = avx512, tile = avx512;
+  bf16.push_back("avx512_bf16");
+  tile.insert(tile.end(), {"avx512_bf16", "amx_tile", "amx_bf16"});
+  const Choice choices[] = {{&amx, tile},
+                            {&avx512_bf16, bf16},
+                            {&kTable_avx512, avx512},
                             {&kTable_avx2, {"avx2", "fma"}},
                             {&kTable_baseline, {}}};
   static const std::vector<std::string> have = cpu_features();
@@ -31,7 +48,7 @@ const Table* choose(const char* force) {
     const bool ok = std::all_of(c.features.begin(), c.features.end(), [&](const char* f) {
       return std::find(have.begin(), have.end(), f) != have.end();
     });
-    if (ok) return c.table;
+    if (ok && (c.table != &amx || amx_permission().first)) return c.table;
   }
   return nullptr;
 }

@@ -76,6 +76,8 @@ struct AttendArgs {
   float* acc;     // [pairs][dv] (start: 0)
   float* scores;  // scratch [pairs][kKeyBlock]
 };
+struct Tiles;  // tiles.h
+
 constexpr int64_t kMaxRopeHalf = 1024;  // checked when a program is built
 constexpr int64_t kKeyBlock = 64;
 constexpr int64_t kPairTile = 32;
@@ -109,10 +111,14 @@ struct Table {
   // Merges split-context partials of one pair: parts x {m, l, acc[dv]} with strides -> out [dv]
   void (*merge)(const float* m, const float* l, const float* acc, int64_t parts, int64_t stride_ml,
                 int64_t stride_acc, int64_t dv, float* out);
+  // Attention of many rows: in f32, and in bf16 where the CPU multiplies bf16 (else null).
+  const Tiles* tiles_f32;
+  const Tiles* tiles_bf16;
 };
 
-// The best table for this host, or the one that KTC_OPS_ISA / `force` names ("baseline", "avx2",
-// "avx512"). Null if the forced one is unknown or needs a feature that this host lacks.
+// The best table for this host, or the one that KTC_OPS_ISA / `force` names ("baseline", "avx2", "avx512",
+// "avx512_bf16", "amx"; the last two are avx512 with bf16 attention). Null if the forced one is unknown or
+// needs a feature that this host lacks.
 const Table* table(const char* force = nullptr);
 
 // Floats of scratch that router() needs per call.

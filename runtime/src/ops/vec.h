@@ -40,7 +40,15 @@ KTC_INLINE NativeF native_load(const float* x) {
   return v;
 }
 KTC_INLINE void native_store(float* x, NativeF v) { memcpy(x, &v, sizeof v); }
-KTC_INLINE NativeF native_set(float x) { return NativeF{} + x; }
+KTC_INLINE NativeF native_set(float x) {
+#if defined(__AVX512F__)
+  return (NativeF)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return (NativeF)_mm256_set1_ps(x);
+#else
+  return NativeF{x, x, x, x};
+#endif
+}
 
 KTC_INLINE NativeF native_fma(NativeF a, NativeF b, NativeF c) {
 #if defined(__AVX512F__)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ktc.cuda.cache import StaticCache, masks_for
 from ktc.cuda.experts import ExpertLane
+from ktc.engine.generate import check_tokens
 from ktc.errors import KtcError
 
 DEFAULT_CONTEXT = 8192
@@ -139,13 +140,7 @@ class CudaSession:
         return self._logits.numpy().copy()
 
     def _check(self, tokens: NDArray[np.int64]) -> None:
-        if self.position + len(tokens) > self.context:
-            raise KtcError(
-                f"context full: {self.position} + {len(tokens)} tokens, the caches have {self.context} positions",
-                "a larger --context, if the model allows one",
-            )
-        if tokens.min() < 0 or tokens.max() >= self.vocab:
-            raise KtcError(f"token {int(tokens[(tokens < 0) | (tokens >= self.vocab)][0])} is outside the vocabulary")
+        check_tokens(tokens, self.position, self.context, self.vocab)
 
     def _forward(self, ids: Any, positions: Any, seen: int | None, rows: int) -> Any:
         """ids, positions [T] on the device -> logits [rows, V] of the last rows."""

@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ktc.engine.sampling import Sampler, SamplingOptions
 from ktc.engine.stream import Detokenizer, StopMatcher
 from ktc.errors import KtcError
@@ -218,18 +221,18 @@ class TextGenerator:
         for begin in range(reused, len(prompt), self.prefill_chunk):
             if interrupted.is_set():
                 return reused, None
-            logits = self._step(prompt[begin : begin + self.prefill_chunk])
+            logits = self._feed(prompt[begin : begin + self.prefill_chunk])
         return reused, logits
+
+    def _feed(self, tokens: list[int]) -> Any:
+        """A chunk of the prompt; as `_step`."""
+        return self._step(tokens)
 
     def _reuse(self, prompt: list[int]) -> int:
         """Keep the common beginning of the cached ids and `prompt` (at least one token is computed anew)."""
         from transformers import DynamicCache
 
-        common = 0
-        for old, new in zip(self._cached, prompt[:-1], strict=False):
-            if old != new:
-                break
-            common += 1
+        common = common_length(self._cached, prompt[:-1])
         surplus = len(self._cached) - common
         if self._cache is None or common == 0 or (surplus and not self._crop(surplus)):
             self._cache, self._cached = DynamicCache(config=self.model.config), []
@@ -253,6 +256,28 @@ class TextGenerator:
         self._cache = cache
         self._cached.extend(tokens)
         return out.logits[0, -1].float().numpy()
+
+
+def check_tokens(tokens: NDArray[np.int64], position: int, context: int, vocab: int) -> None:
+    """Whether a model with caches of `context` positions, `position` of them in use, can take these ids.
+
+    Raises:
+        KtcError: too many, or one that it does not know.
+    """
+    if position + len(tokens) > context:
+        raise KtcError(
+            f"context full: {position} + {len(tokens)} tokens, the caches hold {context}",
+            "shorten the prompt, or give --context a larger number if the model allows one",
+        )
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        wrong = tokens[(tokens < 0) | (tokens >= vocab)][0]
+        raise KtcError(f"token id {int(wrong)} is outside the vocabulary of {vocab}")
+
+
+def common_length(old: Sequence[int], new: Sequence[int]) -> int:
+    """Of the longest common beginning."""
+    differ = (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b)
+    return next(differ, min(len(old), len(new)))
 
 
 def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -7,15 +7,15 @@ what is left is checked and reported. Not here: generating text (generate.py).
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktc.engine import pool as pools
+from ktc.engine.opening import open_judged, open_kernels
 from ktc.engine.placement import misplaced
-from ktc.errors import BuildError, BundleError, KtcError
+from ktc.errors import BuildError, KtcError
 from ktc.progress import Progress
 
 if TYPE_CHECKING:
@@ -57,20 +57,15 @@ def load(
         BundleError: damaged, untrusted, not for this machine; BuildError: no kernel library can be had;
         KtcError: not enough memory, no such device, or `strict` and degraded.
     """
-    opened, degraded = _open(bundle, emulate_nodes, trust_sha256, own_kernels=kernel_library is not None)
+    opened, degraded = open_judged(bundle, emulate_nodes, trust_sha256, own_kernels=kernel_library is not None)
     device = _cuda_device(opened, dtype)
     from ktc import _runtime
-    from ktc.codegen.variants import runnable
     from ktc.engine.build import Kernels
     from ktc.engine.report import LoadReport, describe
-    from ktc.host import this_host
     from ktc.perf.tuning import load as load_tuning
 
     placement = pools.place(_runtime.numa_nodes(), opened.plan.nodes, threads, emulate_nodes)
-    lib = _kernels(opened, variant, trust_sha256, kernel_library)
-    best = runnable(this_host().features)[0]
-    if variant is None and kernel_library is None and lib.variant != best:
-        degraded.append(f"{lib.variant} kernels, but this CPU runs {best}")
+    lib, slower = open_kernels(opened, variant, trust_sha256, kernel_library)
     pool = pools.get_pool(placement)
     started = time.perf_counter()
     tuning = load_tuning()
@@ -89,7 +84,7 @@ def load(
     report.tuning = str(tuning)
     report.seconds = time.perf_counter() - started
     report.placement = store.placement()
-    report.degraded = degraded = degraded + kernels.notes + pool.warnings() + misplaced(report.placement)
+    report.degraded = degraded = degraded + slower + kernels.notes + pool.warnings() + misplaced(report.placement)
     if strict and degraded:
         raise KtcError("strict: " + "; ".join(degraded), "leave out --strict to run all the same")
     model.ktc_report = report
@@ -108,36 +103,6 @@ def _cuda_device(bundle: Bundle, dtype: str | None) -> Any:
             raise KtcError(f"the CPU computes in fp32, not in {dtype}", "leave out --dtype")
         return None
     return device.open_device(name)
-
-
-def _open(
-    path: str | Path, emulate_nodes: bool, trust_sha256: Sequence[str], own_kernels: bool
-) -> tuple[Bundle, list[str]]:
-    """The opened bundle, and what its verdict finds slower than it could be."""
-    from ktc.bundle import open_bundle, verdict
-
-    opened = open_bundle(path)
-    degraded = []
-    for part in verdict(opened, emulate_nodes=emulate_nodes, trust_sha256=trust_sha256).parts:
-        if part.name == "kernels" and own_kernels:
-            continue
-        if part.level in ("UNSUPPORTED", "NEEDS_REPACK"):
-            raise BundleError(f"{opened.path}: {part.reason}", part.fix or None)
-        if part.level == "RUNS_SLOWER":
-            degraded.append(f"{part.reason}{f' ({part.fix})' if part.fix else ''}")
-    return opened, degraded
-
-
-def _kernels(bundle: Bundle, variant: str | None, trust_sha256: Sequence[str], own: str | Path | None) -> Any:
-    """The kernel library: the user's own, or the trusted or locally built one for this host."""
-    from ktc import _runtime
-    from ktc.bundle import kernel_for_host
-
-    path = Path(own) if own is not None else kernel_for_host(bundle, variant, trust_sha256)
-    try:
-        return _runtime.KernelLib(os.fsencode(path))
-    except RuntimeError as error:
-        raise BuildError(f"kernel library {path}: {error}") from error
 
 
 def _build(bundle: Bundle, kernels: Kernels, bind: bool, check_memory: bool) -> tuple[Any, WeightStore]:

@@ -1,10 +1,15 @@
-"""Whether a bundle fits in memory, asked before anything is read. For the eager and the native engine; no torch."""
+"""Memory for a bundle's weights: whether they fit, asked before anything is read; then allocated and filled.
+
+For the eager and the native engine; no torch.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
-from ktc.errors import KtcError
+from ktc.errors import BundleError, KtcError
 from ktc.host import CGROUP
 from ktc.progress import format_bytes
 
@@ -24,6 +29,35 @@ def check_memory(
     available = available_memory()
     if available is not None and needed > available:
         raise KtcError(f"{what} {format_bytes(needed)} of memory, {format_bytes(available)} are available", hint)
+
+
+def weight_buffer(nbytes: int, node: int, file: Path) -> Any:
+    """A `_runtime.HugeBuffer` for the weights of a file.
+
+    Raises:
+        KtcError: the kernel gives no memory.
+    """
+    from ktc import _runtime
+
+    try:
+        return _runtime.HugeBuffer(nbytes, node)
+    except (MemoryError, RuntimeError) as error:
+        raise KtcError(
+            f"no memory for {format_bytes(nbytes)} of weights ({file.name}): {error}",
+            "close other programs, or compile with fewer bits per weight",
+        ) from error
+
+
+def read_weights(buffer: Any, file: Path, offset: int, nbytes: int, at: int, pool: Any) -> None:
+    """`buffer.read_file` by the pool's threads.
+
+    Raises:
+        BundleError: the file is too short, or cannot be read.
+    """
+    try:
+        buffer.read_file(os.fsencode(file), offset, nbytes, at, pool)
+    except RuntimeError as error:
+        raise BundleError(f"cannot read weights: {error}", "ktc verify says whether the bundle is whole") from error
 
 
 def available_memory() -> int | None:

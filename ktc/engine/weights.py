@@ -8,7 +8,6 @@ repacked or copied again (failure M1). Small parameters that torch computes with
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,10 +17,11 @@ import torch
 from torch import Tensor
 
 from ktc.engine.memory import check_memory as check_memory
+from ktc.engine.memory import read_weights, weight_buffer
 from ktc.engine.placement import NodePlacement, check
-from ktc.errors import BundleError, KtcError
+from ktc.errors import BundleError
 from ktc.layout import round_up
-from ktc.progress import Progress, format_bytes
+from ktc.progress import Progress
 
 if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle, TensorRef
@@ -87,26 +87,13 @@ class WeightStore:
         return out
 
     def _read_file(self, file: Path, items: list[tuple[Key, TensorRef]], node: int) -> dict[Key, int]:
-        from ktc import _runtime
-
         ranges, places = _ranges(file, items)
         total = sum(round_up(size, ALIGN) for _, size in ranges)
-        try:
-            buffer = _runtime.HugeBuffer(total, node)
-        except (MemoryError, RuntimeError) as error:
-            raise KtcError(
-                f"no memory for {format_bytes(total)} of weights ({file.name}): {error}",
-                "close other programs, or compile with fewer bits per weight",
-            ) from error
+        buffer = weight_buffer(total, node, file)
         self.buffers.append(buffer)
         at, starts = 0, []
         for offset, size in ranges:
-            try:
-                buffer.read_file(os.fsencode(file), offset, size, at, self.pool)
-            except RuntimeError as error:
-                raise BundleError(
-                    f"cannot read weights: {error}", "ktc verify says whether the bundle is whole"
-                ) from error
+            read_weights(buffer, file, offset, size, at, self.pool)
             starts.append(at)
             at += round_up(size, ALIGN)
             if self._progress is not None:

@@ -6,7 +6,6 @@ of bounded scratch), `decode` one. Sampling and text are elsewhere (generate.py 
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ktc.engine.generate import check_tokens
+from ktc.engine.opening import open_judged, open_kernels
 from ktc.engine.placement import NodePlacement, misplaced
 from ktc.errors import BuildError, BundleError, KtcError
 from ktc.graph.build import PREFILL_CHUNK, GraphExecutor
@@ -178,13 +179,7 @@ class NativeModel:
             raise KtcError(f"the model failed: {error}", "run `ktc verify` on the bundle") from error
 
     def _check(self, tokens: NDArray[np.int64]) -> None:
-        if self.position + len(tokens) > self.context:
-            raise KtcError(
-                f"context full: {self.position + len(tokens)} tokens, the caches hold {self.context}",
-                "shorten the prompt, or give --context a larger number",
-            )
-        if tokens.min() < 0 or tokens.max() >= self.vocab:
-            raise KtcError(f"token id {int(tokens.max())} is outside the vocabulary of {self.vocab}")
+        check_tokens(tokens, self.position, self.context, self.vocab)
 
 
 def load_program(bundle: Bundle) -> Program:
@@ -244,26 +239,13 @@ def open_native(
     """
     started = time.perf_counter()
     from ktc import _runtime
-    from ktc.bundle import kernel_for_host, open_bundle, verdict
     from ktc.engine import pool as pools
     from ktc.engine.memory import check_memory as refuse_too_large
     from ktc.perf.tuning import load as load_tuning
 
-    bundle = open_bundle(path)
-    degraded = []
-    for part in verdict(bundle, emulate_nodes=emulate_nodes, trust_sha256=trust_sha256).parts:
-        if part.name == "kernels" and kernel_library is not None:
-            continue
-        if part.level in ("UNSUPPORTED", "NEEDS_REPACK"):
-            raise BundleError(f"{bundle.path}: {part.reason}", part.fix or None)
-        if part.level == "RUNS_SLOWER":
-            degraded.append(f"{part.reason}{f' ({part.fix})' if part.fix else ''}")
+    bundle, degraded = open_judged(path, emulate_nodes, trust_sha256, own_kernels=kernel_library is not None)
     program = load_program(bundle)
-    library = Path(kernel_library) if kernel_library else kernel_for_host(bundle, variant, trust_sha256)
-    try:
-        lib = _runtime.KernelLib(os.fsencode(library))
-    except RuntimeError as error:
-        raise BuildError(f"kernel library {library}: {error}") from error
+    lib, slower = open_kernels(bundle, variant, trust_sha256, kernel_library)
     cpus = pools.place(_runtime.numa_nodes(), bundle.plan.nodes, threads, emulate_nodes)
     pool = pools.get_pool(cpus, caller_works)
     context = min(context or DEFAULT_CONTEXT, program.context)
@@ -292,7 +274,7 @@ def open_native(
     except (RuntimeError, ValueError) as error:  # a kernel that the plan needs is not in the library
         raise BuildError(f"{bundle.path}: {error}") from error
     placement = weights.placement()
-    degraded += pool.warnings() + misplaced(placement)
+    degraded += slower + pool.warnings() + misplaced(placement)
     config = bundle.read_object("model/config.json")
     name = "model/generation_config.json"
     generation = bundle.read_object(name) if name in bundle.files else None

@@ -5,10 +5,9 @@ Sampling, streaming, stop strings and limits are ktc/engine/generate.py; only th
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
-from ktc.engine.generate import TextGenerator
+from ktc.engine.generate import TextGenerator, common_length
 from ktc.graph.build import PREFILL_CHUNK
 from ktc.native.engine import NativeModel
 
@@ -25,24 +24,14 @@ class NativeGenerator(TextGenerator):
         super().reset()
         self.native.reset()
 
-    def _prefill(self, prompt: list[int], interrupted: threading.Event) -> tuple[int, Any]:
-        reused = self._reuse(prompt)
-        logits = None
-        for begin in range(reused, len(prompt), self.prefill_chunk):
-            if interrupted.is_set():
-                return reused, None
-            part = prompt[begin : begin + self.prefill_chunk]
-            logits = self.native.prefill(part)
-            self._cached.extend(part)
-        return reused, logits
+    def _feed(self, tokens: list[int]) -> Any:
+        logits = self.native.prefill(tokens)
+        self._cached.extend(tokens)
+        return logits
 
     def _reuse(self, prompt: list[int]) -> int:
         """Go back to the common beginning; newer positions of the caches are overwritten."""
-        common = 0
-        for old, new in zip(self._cached[: self.native.position], prompt[:-1], strict=False):
-            if old != new:
-                break
-            common += 1
+        common = common_length(self._cached[: self.native.position], prompt[:-1])
         self._cached = self._cached[:common]
         self.native.position = common
         return common

@@ -6,7 +6,6 @@ Everything is read file by file, in order, by threads of the node that uses it (
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ktc.engine.memory import read_weights, weight_buffer
 from ktc.engine.packed import native_linear, native_moe
 from ktc.engine.placement import NodePlacement, check
 from ktc.errors import BundleError, KtcError
@@ -21,7 +21,7 @@ from ktc.graph.build import MATRIX_ROLES, Callback, WeightRef
 from ktc.graph.ir import Node, Program
 from ktc.layout import round_up
 from ktc.plan.ir import MoePlan
-from ktc.progress import Progress, format_bytes
+from ktc.progress import Progress
 
 if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle, TensorRef
@@ -166,8 +166,6 @@ class BundleWeights:
 
     def _read_file(self, file: Path, node: int, items: list[tuple[Key, TensorRef]]) -> None:
         """One buffer a file; neighbouring tensors are one read."""
-        from ktc import _runtime
-
         spans: list[list[int]] = []  # [offset in the file, size, offset in the buffer]
         total = 0
         for key, ref in items:
@@ -178,20 +176,10 @@ class BundleWeights:
             else:
                 spans.append([ref.offset, ref.nbytes, total])
             total = spans[-1][2] + round_up(spans[-1][1], ALIGN)
-        try:
-            buffer = _runtime.HugeBuffer(total, node)
-        except (MemoryError, RuntimeError) as error:
-            raise KtcError(
-                f"no memory for {format_bytes(total)} of weights ({file.name}): {error}",
-                "close other programs, or compile with fewer bits per weight",
-            ) from error
+        buffer = weight_buffer(total, node, file)
         self.buffers.append(buffer)
         for offset, size, at in spans:
-            try:
-                buffer.read_file(os.fsencode(file), offset, size, at, self.pool)
-            except RuntimeError as error:
-                hint = "ktc verify says whether the bundle is whole"
-                raise BundleError(f"cannot read weights: {error}", hint) from error
+            read_weights(buffer, file, offset, size, at, self.pool)
             if self._progress is not None:
                 self._progress.update(size, file.name)
         index = 0

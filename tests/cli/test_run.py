@@ -17,7 +17,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktc.cli.run_cmd import command
+from ktc.codegen.variants import runnable
 from ktc.errors import KtcError
+from ktc.host import this_host
 from tests.bundle.conftest import relist
 from tests.tiny import make_tiny
 
@@ -273,3 +275,20 @@ def test_a_reader_that_goes_away_is_no_error(chat_bundle: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(["bash", "-c", line], capture_output=True, env=environment, timeout=120)
     assert b"Traceback" not in done.stderr and b"error" not in done.stderr
+
+
+@pytest.mark.parametrize("graph", ["on", "off"])
+def test_m6_kernels_that_could_not_be_built_are_missed(
+    short_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graph: str
+) -> None:
+    """failures.md M6: the best variant silently not engaged. The compiler here is too old for anything but SSE."""
+    if runnable(this_host().features)[0] == "portable":
+        pytest.skip("this CPU runs the portable kernels only")
+    compiler = tmp_path / "g++"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-mavx*) exit 1;; esac\nexec {shutil.which("g++")} "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path / "cache"))
+    result = ok(run(short_bundle, "-p", "x", "--max-tokens", 2, "--graph", graph))
+    assert "ktc: note: portable kernels, but this CPU runs " in result.stderr
+    assert "portable kernels, but" in str(run(short_bundle, "-p", "x", "--graph", graph, "--strict").exception)

@@ -17,7 +17,7 @@ from ktc.cuda.mla import bmm_fp32
 from ktc.cuda.session import CudaSession
 from ktc.layout import QuantScheme
 from tests.cuda.conftest import ROOT, cuda_here
-from tests.cuda.test_lane import DEEP, _defer, run
+from tests.cuda.test_lane import DEEP, run
 from tests.cuda.test_linear import parts
 from tests.graph import test_deferral
 from tests.parity import conftest
@@ -143,13 +143,8 @@ def test_deferral_equals_plain_torch_over_64_steps(n_deferred: int, on_gpu: Any,
     session.split(n_deferred)
     got = run(session, ids.numpy(), 11)
     model = hf("deep_v3")
-    forwards = {block: block.forward for block in test_deferral.moe_blocks(model)}
-    try:
-        _defer(model, n_deferred)
+    with test_deferral.deferring(model, n_deferred):
         want = test_deferral.reference(model, ids, 11)[10:]
-    finally:
-        for block, forward in forwards.items():
-            block.forward = forward
     assert error(torch.from_numpy(got), torch.from_numpy(want)) < 1e-4
 
 

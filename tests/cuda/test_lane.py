@@ -182,43 +182,11 @@ def test_deferral_equals_plain_torch_over_64_steps(n_deferred: int, deep: str, o
     got = run(session, ids.numpy(), 11)
     model = hf(deep)
     plain = test_deferral.reference(model, ids, 11)[10:]
-    forwards = {block: block.forward for block in test_deferral.moe_blocks(model)}
-    try:
-        _defer(model, n_deferred)
+    with test_deferral.deferring(model, n_deferred):
         want = test_deferral.reference(model, ids, 11)[10:]
-    finally:
-        for block, forward in forwards.items():
-            block.forward = forward
     assert error(torch.from_numpy(got), torch.from_numpy(want)) < 1e-5
     if n_deferred:
         assert error(torch.from_numpy(got), torch.from_numpy(plain)) > 1e-3, "deferral changed nothing"
-
-
-def _defer(model: Any, n_deferred: int) -> None:
-    """O_l = S(I_l) + R_imm_l(I_l) + R_def_{l-1}(I_{l-1}) over Hugging Face's modules, single tokens only."""
-    from tests.graph.test_deferral import moe_blocks
-
-    mailbox: list[torch.Tensor] = []
-    blocks = moe_blocks(model)
-
-    def forward_of(block: Any, last: bool) -> Any:
-        def forward(hidden: torch.Tensor) -> torch.Tensor:
-            x = hidden.view(-1, hidden.shape[-1])
-            _, weights, ids = block.gate(x)
-            later = n_deferred if x.shape[0] == 1 and not last else 0
-            order = weights.argsort(-1, descending=True)
-            early, late = order[:, : weights.shape[1] - later], order[:, weights.shape[1] - later :]
-            out = block.experts(x, ids.gather(1, early), weights.gather(1, early)) + block.shared_experts(x)
-            if mailbox:
-                out = out + mailbox.pop()
-            if later:
-                mailbox.append(block.experts(x, ids.gather(1, late), weights.gather(1, late)))
-            return out.view(hidden.shape)
-
-        return forward
-
-    for block in blocks:
-        block.forward = forward_of(block, block is blocks[-1])
 
 
 def test_the_recipe_decides_and_run_time_may_overrule(deep: str, open_lane: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,9 @@ def moe_blocks(model: Any) -> list[Any]:
     return [m for m in model.modules() if hasattr(m, "experts") and hasattr(m, "gate")]
 
 
-def defer(model: Any, n_deferred: int, n_skipped: int = 0) -> None:
-    """Replace every MoE block's forward: O_l = S(I_l) + R_imm_l(I_l) + R_def_{l-1}(I_{l-1}), one token at a time."""
+@contextmanager
+def deferring(model: Any, n_deferred: int, n_skipped: int = 0) -> Iterator[None]:
+    """Every MoE block's forward is O_l = S(I_l) + R_imm_l(I_l) + R_def_{l-1}(I_{l-1}), one token at a time."""
     mailbox: list[torch.Tensor] = []
     blocks = moe_blocks(model)
 
@@ -32,7 +35,7 @@ def defer(model: Any, n_deferred: int, n_skipped: int = 0) -> None:
             _, weights, ids = block.gate(x)
             later = n_deferred if x.shape[0] == 1 and not last else 0
             order = weights.argsort(-1, descending=True)
-            now = TOP_K - later - (n_skipped if x.shape[0] == 1 else 0)
+            now = weights.shape[1] - later - (n_skipped if x.shape[0] == 1 else 0)
             early, late = order[:, :now], order[:, now:]
             out = block.experts(x, ids.gather(1, early), weights.gather(1, early))
             if hasattr(block, "shared_experts"):
@@ -47,6 +50,11 @@ def defer(model: Any, n_deferred: int, n_skipped: int = 0) -> None:
 
     for block in blocks:
         block.forward = forward_of(block, block is blocks[-1])
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
 
 
 def reference(model: Any, ids: torch.Tensor, prefill: int) -> Any:
@@ -67,8 +75,8 @@ def test_deferral_equals_plain_torch_over_64_steps(n_deferred: int) -> None:
     graph = executor(model, n_deferred=n_deferred)
     got = run(graph, ids, [21])
     plain = reference(model, ids, 21) if n_deferred else None
-    defer(model, n_deferred)
-    want = reference(model, ids, 21)
+    with deferring(model, n_deferred):
+        want = reference(model, ids, 21)
     assert relative(got, want) <= 1e-5
     if plain is not None:
         assert relative(got, plain) > 1e-3, "deferral changed nothing: the test would not see it"
@@ -79,16 +87,16 @@ def test_deferral_in_a_softmax_family_with_dense_layers_between() -> None:
     model = deep_model("qwen3_moe", 7, decoder_sparse_step=2, num_experts=16)
     ids = tokens(40, seed=4)
     got = run(executor(model, n_deferred=3), ids, [10])
-    defer(model, 3)
-    assert relative(got, reference(model, ids, 10)) <= 1e-5
+    with deferring(model, 3):
+        assert relative(got, reference(model, ids, 10)) <= 1e-5
 
 
 @pytest.mark.parametrize("n_skipped", [1, 4])
 def test_skipping_drops_the_lowest(n_skipped: int) -> None:
     model, ids = deep_model(), tokens(40, seed=6)
     got = run(executor(model, n_skipped=n_skipped), ids, [12])
-    defer(model, 0, n_skipped)
-    assert relative(got, reference(model, ids, 12)) <= 1e-5
+    with deferring(model, 0, n_skipped):
+        assert relative(got, reference(model, ids, 12)) <= 1e-5
 
 
 def test_prefill_defers_nothing_even_for_one_row() -> None:

@@ -1,0 +1,61 @@
+"""A bundle on its way into an engine: judged, its kernel library opened, and what is slower than it could be noted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktc.errors import BuildError, BundleError
+
+if TYPE_CHECKING:
+    from ktc.bundle.reader import Bundle
+
+
+def open_judged(
+    path: str | Path, emulate_nodes: bool, trust_sha256: Sequence[str], own_kernels: bool
+) -> tuple[Bundle, list[str]]:
+    """The opened bundle, and what its verdict finds slower than it could be. Loads nothing of it.
+
+    Args:
+        own_kernels: the user brings a kernel library: what the bundle has does not matter.
+    Raises:
+        BundleError: damaged, or not for this machine.
+    """
+    from ktc.bundle import open_bundle, verdict
+
+    bundle = open_bundle(path)
+    degraded = []
+    for part in verdict(bundle, emulate_nodes=emulate_nodes, trust_sha256=trust_sha256).parts:
+        if part.name == "kernels" and own_kernels:
+            continue
+        if part.level in ("UNSUPPORTED", "NEEDS_REPACK"):
+            raise BundleError(f"{bundle.path}: {part.reason}", part.fix or None)
+        if part.level == "RUNS_SLOWER":
+            degraded.append(f"{part.reason}{f' ({part.fix})' if part.fix else ''}")
+    return bundle, degraded
+
+
+def open_kernels(
+    bundle: Bundle, variant: str | None, trust_sha256: Sequence[str], own: str | Path | None
+) -> tuple[Any, list[str]]:
+    """The kernel library: the user's own, or the trusted or locally built one for this host; and whether the best
+    variant could not be had (failure M6).
+
+    Raises:
+        BundleError, BuildError: see `kernel_for_host`; or the library cannot be opened.
+    """
+    from ktc import _runtime
+    from ktc.bundle import kernel_for_host
+    from ktc.codegen.variants import runnable
+    from ktc.host import this_host
+
+    path = Path(own) if own is not None else kernel_for_host(bundle, variant, trust_sha256)
+    try:
+        lib = _runtime.KernelLib(os.fsencode(path))
+    except RuntimeError as error:
+        raise BuildError(f"kernel library {path}: {error}") from error
+    best = runnable(this_host().features)[0]
+    chosen = variant is not None or own is not None
+    return lib, [] if chosen or lib.variant == best else [f"{lib.variant} kernels, but this CPU runs {best}"]

@@ -18,7 +18,7 @@ from ktc.engine.embedding import KtcEmbedding
 from ktc.engine.linear import KtcLinear
 from ktc.engine.mla import KtcMLAAttention
 from ktc.engine.moe import KtcFusedMoE
-from ktc.engine.packed import native_linear, native_moe
+from ktc.engine.packed import expert_pointers, native_linear, native_moe
 from ktc.engine.weights import WeightStore
 from ktc.errors import BundleError, KtcError
 from ktc.models.family import Family
@@ -187,24 +187,8 @@ def expert_addresses(store: WeightStore, name: str, moe: MoePlan, node: int) -> 
         if at == node and key.startswith(prefix)
     ]
     address = store.read(wanted, node)
-    fields = [f"{matrix}{part}" for matrix in ("gate_up", "down") for part in ("", "_scale", "_mult", "_bias")]
-    experts: list[dict[str, int] | None] = [None] * moe.experts
-    for key, ref in wanted:
-        span, matrix, part = key.split(".")  # "0-63", "gate_up" | "down", "tiles" | "scale" | "mult" | "bias"
-        first, last = (int(n) for n in span.split("-"))
-        if not 0 <= first <= last < moe.experts or ref.shape[0] != last - first + 1:
-            raise BundleError(f"{ref.file}: {name} holds experts {span}, shape {list(ref.shape)}, of {moe.experts}")
-        stride = ref.nbytes // ref.shape[0]
-        for expert in range(first, last + 1):
-            entry = experts[expert]
-            if entry is None:
-                entry = experts[expert] = dict.fromkeys(fields, 0)
-            field = matrix if part == "tiles" else f"{matrix}_{part}"
-            entry[field] = address[key] + (expert - first) * stride
-    missing = [e for e, entry in enumerate(experts) if entry is None or not entry["gate_up"] or not entry["down"]]
-    if missing:
-        raise BundleError(f"{store.bundle.path}: {name} lacks experts {missing[:8]} on node {node}")
-    return [entry for entry in experts if entry is not None]
+    parts = [(key, ref, address[key]) for key, ref in wanted]
+    return expert_pointers(parts, moe.experts, f"{store.bundle.path}: {name} on node {node}")
 
 
 def _tie(model: nn.Module, plan: Plan) -> None:

@@ -5,10 +5,16 @@ Whoever makes an operator keeps the memory that the addresses point into for as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from ktc.errors import BundleError
 from ktc.plan.ir import LinearPlan, MoePlan
+
+if TYPE_CHECKING:
+    from ktc.bundle.reader import TensorRef
+
+_FIELDS = [f"{matrix}{part}" for matrix in ("gate_up", "down") for part in ("", "_scale", "_mult", "_bias")]
 
 
 def native_linear(lib: Any, pool: Any, plan: LinearPlan, at: Mapping[str, int], **choice: Any) -> Any:
@@ -55,3 +61,27 @@ def native_moe(lib: Any, pool: Any, plan: MoePlan, weights: Sequence[Sequence[di
         weights=weights,
         **choice,
     )
+
+
+def expert_pointers(parts: Iterable[tuple[str, TensorRef, int]], experts: int, where: str) -> list[dict[str, int]]:
+    """Per expert the addresses that `native_moe` takes; spans of experts may be split over files.
+
+    Args:
+        parts: of one layer and node: ("0-63.gate_up.tiles", its entry in the bundle, where it lies in memory).
+        where: names layer and node in messages.
+    Raises:
+        BundleError: a tensor that does not hold the experts it names, or an expert without weights.
+    """
+    out = [dict.fromkeys(_FIELDS, 0) for _ in range(experts)]
+    for key, ref, address in parts:
+        span, matrix, part = key.split(".")  # "0-63", "gate_up" | "down", "tiles" | "scale" | "mult" | "bias"
+        first, last = (int(n) for n in span.split("-"))
+        if not 0 <= first <= last < experts or ref.shape[0] != last - first + 1:
+            shape = list(ref.shape)
+            raise BundleError(f"{where}: {ref.file} does not hold experts {span} of {experts}: shape {shape}")
+        stride = ref.nbytes // ref.shape[0]
+        for expert in range(first, last + 1):
+            out[expert][matrix if part == "tiles" else f"{matrix}_{part}"] = address + (expert - first) * stride
+    if missing := [e for e, entry in enumerate(out) if not entry["gate_up"] or not entry["down"]]:
+        raise BundleError(f"{where} lacks experts {missing[:8]}")
+    return out

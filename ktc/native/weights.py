@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktc.engine.memory import read_weights, weight_buffer
-from ktc.engine.packed import native_linear, native_moe
+from ktc.engine.packed import expert_pointers, native_linear, native_moe
 from ktc.engine.placement import NodePlacement, check
 from ktc.errors import BundleError, KtcError
 from ktc.graph.build import MATRIX_ROLES, Callback, WeightRef
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 ALIGN = 64
 PACKED_PARTS = ("tiles", "scale", "mult", "bias")
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-_FIELDS = [f"{m}{part}" for m in ("gate_up", "down") for part in ("", "_scale", "_mult", "_bias")]
 Key = tuple[int | None, str]
 
 
@@ -192,19 +191,9 @@ class BundleWeights:
     def _expert_addresses(self, module: str, p: MoePlan, node: int) -> list[dict[str, int]]:
         """Per expert the addresses that `_runtime.Moe` takes (0 = none); spans of experts may be split over files."""
         prefix = f"{module}.experts."
-        experts: list[dict[str, int]] = [dict.fromkeys(_FIELDS, 0) for _ in range(p.experts)]
-        for (at, name), address in self._address.items():
-            if at != node or not name.startswith(prefix):
-                continue
-            ref = self.bundle.tensors[at, name]
-            span, matrix, part = name[len(prefix) :].split(".")
-            first, last = (int(n) for n in span.split("-"))
-            if not 0 <= first <= last < p.experts or ref.shape[0] != last - first + 1:
-                raise BundleError(f"{ref.file}: {name} does not hold experts {span} of {p.experts}")
-            stride = ref.nbytes // ref.shape[0]
-            for expert in range(first, last + 1):
-                experts[expert][matrix if part == "tiles" else f"{matrix}_{part}"] = address + (expert - first) * stride
-        missing = [e for e, entry in enumerate(experts) if not entry["gate_up"] or not entry["down"]]
-        if missing:
-            raise BundleError(f"{self.bundle.path}: {module} lacks experts {missing[:8]} on node {node}")
-        return experts
+        parts = [
+            (name[len(prefix) :], self.bundle.tensors[at, name], address)
+            for (at, name), address in self._address.items()
+            if at == node and name.startswith(prefix)
+        ]
+        return expert_pointers(parts, p.experts, f"{self.bundle.path}: {module} on node {node}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ktc.cli.cuda_options import attention_option, load_session, refuse_attention
 from ktc.cli.engine_options import engine_options, load_model
 from ktc.cli.graph_options import graph_options, load_native, wants_graph
 
@@ -48,6 +49,7 @@ class BundleOrKernels(click.Command):
     "-o", "--output", "form", type=click.Choice(["md", "csv", "json"]), default="md", show_default=True, help="Format."
 )
 @partial(graph_options, choices=("auto", "on", "off", "both"), more="; both: the two in turns")
+@attention_option
 @engine_options
 def command(
     bundle: Path,
@@ -60,6 +62,7 @@ def command(
     context: int | None,
     n_deferred: int | None,
     n_skipped: int,
+    attention: str,
     **options: Any,
 ) -> None:
     """Measure prompt and decode tokens/s of BUNDLE: mean and deviation over repetitions."""
@@ -71,7 +74,11 @@ def command(
         kinds = ["off" if graph == "off" else "on"]
     else:
         kinds = ["on" if wants_graph(bundle, graph, context, n_deferred, n_skipped) else "off"]
-    given = {"context": context, "n_deferred": n_deferred, "n_skipped": n_skipped}
+    given: dict[str, Any] = {"context": context, "n_deferred": n_deferred, "n_skipped": n_skipped}
+    if wants_cuda(bundle):
+        given["attention"] = attention
+    else:
+        refuse_attention(attention)
     if "off" in kinds:  # torch reads OpenMP's environment when it is imported: before anything imports it
         from ktc.engine.lane import quiet_openmp
 
@@ -90,6 +97,8 @@ def command(
         "kernels": report.variant + (f":{options['force_kernel']}" if options["force_kernel"] else ""),
         "threads": sum(report.threads),
     }
+    if hasattr(model, "attention"):
+        about["attention"] = model.attention
     click.echo(render(measure(models, prompt, decode, repetitions), about, form))
 
 
@@ -98,7 +107,5 @@ def _load(bundle: Path, graph: str, verbose: int, given: dict[str, Any], options
     from ktc.cuda.device import wants_cuda
 
     if wants_cuda(bundle):
-        from ktc.cli.cuda_options import load_session
-
         return load_session(bundle, verbose, graph=graph, **given, **options)
     return load_native(bundle, verbose, **given, **options) if graph == "on" else load_model(bundle, verbose, **options)

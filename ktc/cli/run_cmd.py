@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ktc.cli.cuda_options import attention_option, load_session, refuse_attention
 from ktc.cli.emulate_options import device_options, finish_emulated, load_emulated
 from ktc.cli.engine_options import engine_options, load_model
 from ktc.cli.graph_options import graph_options, load_native, wants_graph
@@ -45,6 +46,7 @@ _HELP = "/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an 
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of text.")
 @graph_options
+@attention_option
 @device_options
 @engine_options
 def command(
@@ -67,6 +69,7 @@ def command(
     context: int | None,
     n_deferred: int | None,
     n_skipped: int,
+    attention: str,
     device: str | None,
     trace: Path | None,
     **options: Any,
@@ -88,6 +91,9 @@ def command(
         raise click.UsageError("--json needs a prompt: -p, -f or stdin")
     if trace is not None and device is None:
         raise click.UsageError("--trace needs --device emulate:PROFILE")
+    on_gpu = device is None and wants_cuda(bundle)
+    if not on_gpu:
+        refuse_attention(attention)
 
     from ktc.engine.sampling import SamplingOptions
 
@@ -110,12 +116,12 @@ def command(
 
         options |= {"graph": graph, "context": context, "n_deferred": n_deferred, "n_skipped": n_skipped}
         model = load_emulated(bundle, verbose, device, **options)
-    elif wants_cuda(bundle):
-        from ktc.cli.cuda_options import load_session
+    elif on_gpu:
         from ktc.engine.chat import load_tokenizer
         from ktc.native.generate import NativeGenerator as make_generator
 
         options |= {"graph": graph, "context": context, "n_deferred": n_deferred, "n_skipped": n_skipped}
+        options["attention"] = attention
         model = load_session(bundle, verbose, **options)
     elif wants_graph(bundle, graph, context, n_deferred, n_skipped):
         from ktc.native.generate import NativeGenerator as make_generator

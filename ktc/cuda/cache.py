@@ -102,8 +102,12 @@ class Masks:
 
 def masks_for(config: Any, context: int, device: torch.device, dtype: torch.dtype) -> Masks:
     """The masks of a model's layers."""
+    return Masks(windows_of(config), getattr(config, "layer_types", None), context, device, dtype)
+
+
+def windows_of(config: Any) -> list[int]:
+    """Of each layer, keys that a token sees, itself included; 0 = all."""
     from ktc.graph.families import skeleton_for
 
     window: Callable[[int], int] = skeleton_for(config).window
-    windows = [window(layer) for layer in range(int(config.num_hidden_layers))]
-    return Masks(windows, getattr(config, "layer_types", None), context, device, dtype)
+    return [window(layer) for layer in range(int(config.num_hidden_layers))]

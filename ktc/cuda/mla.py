@@ -1,11 +1,14 @@
 """Absorbed latent attention on a device: the CPU module's algebra, scores and softmax in fp32 over whatever is stored.
 
 The cache keeps the latent and the rotated key; nothing is expanded to heads. One piece serves a decode step; a long
-prefill is cut so that its scores stay within a budget. FlashInfer's kernels would read only the positions in use;
-these matrix products read the whole static cache, masked.
+prefill is cut so that its scores stay within a budget. These matrix products read the whole static cache, masked;
+FlashInfer's kernels (paged.py), where they can be used, read the positions in use.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -14,6 +17,11 @@ from ktc.engine.mla import KtcMLAAttention, mask_scores
 
 SCORE_BYTES = 256 << 20
 """Scores of one piece, fp32."""
+decoding_latent: ContextVar[Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None] = ContextVar(
+    "ktc_decoding_latent", default=None
+)
+"""Set while a decode step is enqueued whose scores and softmax another library computes (paged.py): q [1, A, R],
+rotated q [1, A, dr], the layer's caches [S, R] and [S, dr] -> [1, A, R]."""
 
 
 class LaneMLAAttention(KtcMLAAttention):
@@ -35,6 +43,11 @@ class LaneMLAAttention(KtcMLAAttention):
     ) -> Tensor:
         """Queries begin.. (t of them, of `new`): [B, A, t, .] -> [B, t, A, dv]."""
         batch, heads, count, _ = q_nope.shape
+        elsewhere = decoding_latent.get()
+        if elsewhere is not None and batch == new == 1:
+            q = torch.matmul(q_nope, self.w_uk)  # [1, A, 1, R]
+            mixed = elsewhere(q[:, :, 0], q_rope[:, :, 0], c[0], r[0])
+            return torch.matmul(mixed[:, :, None], self.w_uv).transpose(1, 2)
         causal = mask is None and new > 1
         if causal:  # as in the base class: without a mask query i sees keys 0..i
             c, r = c[:, : begin + count], r[:, : begin + count]

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ktc.cuda.cache import StaticCache, masks_for
+from ktc.cuda.cache import StaticCache, masks_for, windows_of
 from ktc.cuda.experts import ExpertLane
+from ktc.cuda.paged import PAGE, make_attention
 from ktc.engine.generate import check_tokens
 from ktc.errors import KtcError
 
@@ -37,8 +39,10 @@ class CudaSession:
         graph: replay a captured decode step, or enqueue its operations one by one.
         n_deferred: experts deferred per MoE layer while decoding; None = what the recipe says.
         n_skipped: lowest experts dropped per MoE layer while decoding.
+        attention: of decode steps: "flashinfer", "torch", or "auto" for the first of them that can be used.
 
     Attributes:
+        attention: what they use, in words.
         position: tokens in the caches; may be lowered to drop the newest ones.
         n_deferred: per MoE layer, as in use.
     """
@@ -52,6 +56,7 @@ class CudaSession:
         n_deferred: int | None = None,
         n_skipped: int = 0,
         chunk: int = PREFILL_CHUNK,
+        attention: str = "auto",
     ) -> None:
         self.model, self.lane = model, model.ktc_lane
         assert isinstance(self.lane, ExpertLane)
@@ -62,8 +67,11 @@ class CudaSession:
         self.context = min(limit, context or DEFAULT_CONTEXT)
         self.vocab, self.chunk = int(self.config.vocab_size), chunk
         self.position = 0
-        self.cache = StaticCache(self.context)
-        self.masks = masks_for(self.config, self.context, self.device, self.dtype)
+        room = -(-self.context // PAGE) * PAGE
+        self.cache = StaticCache(room)
+        self.masks = masks_for(self.config, room, self.device, self.dtype)
+        with self.lane.on_device():
+            self._paged, self.attention = make_attention(attention, model, room, windows_of(self.config))
         pinned = self.device.type == "cuda"
         self._given = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)  # token, position
         self._taken = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -128,6 +136,8 @@ class CudaSession:
         self._given[0], self._given[1] = token, self.position
         try:
             with self.lane.on_device():
+                if self._paged is not None:
+                    self._paged.plan(self.position + 1)
                 if self._graph is not None:
                     self._graph.replay()
                 else:
@@ -164,7 +174,8 @@ class CudaSession:
             self.lane.native.synchronize(stream)
         self.lane.decode = True
         try:
-            logits = self._forward(self._taken[:1], self._taken[1:], None, 1)[0].float().contiguous()
+            with self._paged.step() if self._paged is not None else nullcontext():
+                logits = self._forward(self._taken[:1], self._taken[1:], None, 1)[0].float().contiguous()
         finally:
             self.lane.decode = False
         copy(stream, self._logits.data_ptr(), logits.data_ptr(), 4 * self.vocab)

@@ -151,7 +151,8 @@ def decode_speed() -> tuple[str, bool]:
             cells.append(f"{statistics.mean(waits[deferred, True]):.0%}")
             rows.append(cells)
         header = ["deferred experts K", "tokens/s, graph", "tokens/s, no graph", "time in collects, graph"]
-        about = f"artifacts/demo, int4-cuda, {model.ktc_report.summary()}; {DECODE_TOKENS} greedy tokens a sample\n\n"
+        about = f"artifacts/demo, int4-cuda, {model.ktc_report.summary()}; attention: {sessions[True].attention};"
+        about += f" {DECODE_TOKENS} greedy tokens a sample\n\n"
         return about + table(header, rows), True
 
 

@@ -19,6 +19,7 @@ from ktc.layout import QuantScheme
 from tests.cuda.conftest import ROOT, cuda_here
 from tests.cuda.test_lane import DEEP, run
 from tests.cuda.test_linear import parts
+from tests.cuda.test_paged import MODELS, WIDE
 from tests.graph import test_deferral
 from tests.parity import conftest
 from tests.parity.conftest import error, random_ids
@@ -268,3 +269,24 @@ def test_hot_experts_change_nothing(name: str, gather: bool, on_gpu: Any) -> Non
             each.reset()
             each.split(0, skipped)
         assert error(torch.from_numpy(run(session, ids, 9)), torch.from_numpy(run(off, ids, 9))) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("name", WIDE)
+def test_flashinfer_is_as_close_as_torchs_attention(name: str, graph: bool, on_gpu: Any, hf: Any) -> None:
+    """One captured graph over several pages; both attentions in bf16 against Hugging Face in fp32."""
+    pytest.importorskip("flashinfer", reason="no flashinfer")
+    conftest.MODELS.update(MODELS)
+    model = on_gpu(name, "bf16", dtype="bf16")
+    ids = random_ids(1, 150, seed=12)
+    want = hf(name)(ids).logits[0, 8:]
+    errors = {}
+    for attention in ("flashinfer", "torch"):
+        session = CudaSession(model, context=200, graph=graph, attention=attention)
+        got = run(session, ids[0].numpy(), 9)
+        session.position = 70
+        again = np.stack([session.decode(int(t)) for t in ids[0, 70:80]])
+        assert np.abs(again - got[62:72]).max() < 1e-2 * np.abs(got).max()
+        errors[attention] = error(torch.from_numpy(got), want)
+    assert errors["flashinfer"] < 1.5 * errors["torch"] + 0.01, errors

@@ -30,8 +30,8 @@ build/stress-%: runtime/tests/stress.cpp tests/runtime/reference_lib.cpp $(STRES
 	  runtime/tests/stress.cpp $(STRESS_SOURCES) -o $@ -pthread -ldl
 
 # The CUDA lane's callback protocol, a thread as the stream.
-build/lane_stress-%: runtime/tests/lane_stress.cpp tests/runtime/reference_lib.cpp $(STRESS_SOURCES) \
-  runtime/src/cuda/exchange.cpp runtime/src/cuda/lane.cpp $(wildcard runtime/src/*.h runtime/src/cuda/*.h)
+build/lane_stress-%: runtime/tests/lane_stress.cpp runtime/tests/thread_stream.h tests/runtime/reference_lib.cpp \
+  $(STRESS_SOURCES) runtime/src/cuda/exchange.cpp runtime/src/cuda/lane.cpp $(wildcard runtime/src/*.h runtime/src/cuda/*.h)
 	mkdir -p build
 	$(CXX) -std=c++17 -O2 -g -fPIC -shared -fsanitize=$(SANITIZE) -Iruntime/include \
 	  tests/runtime/reference_lib.cpp -o $@.lib.so

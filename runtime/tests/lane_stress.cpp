@@ -3,13 +3,10 @@
 // Built and run by `make asan` and `make tsan`. Several models of two to four MoE layers replay steps on
 // streams of their own over one pool; their split into immediate, deferred and dropped experts changes
 // between steps, some steps fail. Every step's result is compared with the same sum computed directly.
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <functional>
-#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -20,6 +17,7 @@
 #include "kernel_lib.h"
 #include "moe.h"
 #include "pool.h"
+#include "thread_stream.h"
 
 namespace {
 
@@ -32,59 +30,16 @@ void require(bool condition, const char* what) {
   std::exit(1);
 }
 
-// In-order work on a thread of its own.
-class Stream {
- public:
-  Stream() : thread_([this] { run(); }) {}
-  ~Stream() {
-    push([this] { stop_ = true; });
-    thread_.join();
-  }
-  void push(std::function<void()> work) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    queue_.push_back(std::move(work));
-    ++pending_;
-    ready_.notify_one();
-  }
-  void synchronize() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    idle_.wait(lock, [this] { return pending_ == 0; });
-  }
-
- private:
-  void run() {
-    while (!stop_) {
-      std::function<void()> work;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        ready_.wait(lock, [this] { return !queue_.empty(); });
-        work = std::move(queue_.front());
-        queue_.pop_front();
-      }
-      work();
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (--pending_ == 0) idle_.notify_all();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable ready_, idle_;
-  std::deque<std::function<void()>> queue_;
-  int pending_ = 0;
-  bool stop_ = false;
-  std::thread thread_;
-};
-
 int memcpy_async(void* dst, const void* src, size_t bytes, int, void* stream) {
-  static_cast<Stream*>(stream)->push([=] { std::memcpy(dst, src, bytes); });
+  static_cast<ThreadStream*>(stream)->push([=] { std::memcpy(dst, src, bytes); });
   return 0;
 }
 int launch_host_func(void* stream, void (*function)(void*), void* data) {
-  static_cast<Stream*>(stream)->push([=] { function(data); });
+  static_cast<ThreadStream*>(stream)->push([=] { function(data); });
   return 0;
 }
 int stream_synchronize(void* stream) {
-  static_cast<Stream*>(stream)->synchronize();
+  static_cast<ThreadStream*>(stream)->synchronize();
   return 0;
 }
 const char* error_string(int) { return "error"; }
@@ -210,7 +165,7 @@ void replay(const std::shared_ptr<ktc::KernelLib>& lib, const std::shared_ptr<kt
   const bool partial = seed == 2;  // of one row
   Model m(lib, pool, layers, rows, 0.0f, help, partial);
   std::mt19937 random(seed);
-  Stream stream;
+  ThreadStream stream;
   for (int step = 0; step < steps; ++step) {
     const int64_t later = random() % 3, dropped = later == 0 ? random() % 3 : 0;
     std::vector<int64_t> deferred(layers, later);
@@ -242,7 +197,7 @@ void replay(const std::shared_ptr<ktc::KernelLib>& lib, const std::shared_ptr<kt
 void failing(const std::shared_ptr<ktc::KernelLib>& lib, const std::shared_ptr<ktc::Pool>& pool, int steps) {
   Model bad(lib, pool, 3, 1, kFailOnRequest, false);
   std::mt19937 random(1);
-  Stream stream;
+  ThreadStream stream;
   for (int step = 0; step < steps; ++step) {
     for (int l = 0; l < 3; ++l) fill(bad.device_send[l], 1, random);
     const bool wrong_id = step % 2 == 1;

@@ -4,26 +4,19 @@
 // order, later and on another thread), and a minimal graph: work enqueued while a stream captures is kept and
 // replayed. It is how the callback protocol runs in tests here; it says nothing about CUDA itself.
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
-#include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <vector>
+
+#include "../../runtime/tests/thread_stream.h"
 
 namespace {
 
-using Work = std::function<void()>;
+using Work = ThreadStream::Work;
 
-class Stream {
+class Stream : public ThreadStream {
  public:
-  Stream() : thread_([this] { run(); }) {}
-  ~Stream() {
-    push([this] { stop_ = true; });
-    thread_.join();
-  }
   void enqueue(Work work) {
     if (recording) {
       recording->push_back(std::move(work));
@@ -31,40 +24,7 @@ class Stream {
       push(std::move(work));
     }
   }
-  void synchronize() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    idle_.wait(lock, [this] { return pending_ == 0; });
-  }
   std::vector<Work>* recording = nullptr;
-
- private:
-  void push(Work work) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    queue_.push_back(std::move(work));
-    ++pending_;
-    ready_.notify_one();
-  }
-  void run() {
-    while (!stop_) {
-      Work work;
-      {
-        std::unique_lock<std::mutex> lock(mutex_);
-        ready_.wait(lock, [this] { return !queue_.empty(); });
-        work = std::move(queue_.front());
-        queue_.pop_front();
-      }
-      work();
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (--pending_ == 0) idle_.notify_all();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable ready_, idle_;
-  std::deque<Work> queue_;
-  int pending_ = 0;
-  bool stop_ = false;
-  std::thread thread_;
 };
 
 Stream& stream_of(void* handle) {

@@ -187,7 +187,7 @@ def pack(c: Compilation) -> None:
         with Progress("pack", total, "B", done=total - todo) as progress:
             pipeline.run_tasks(c.journal, left, progress, c.jobs or pipeline.default_jobs())
     except BaseException:
-        _give_up(c)
+        c.journal.give_up()
         raise
     c.packed_bytes, c.packed_seconds = todo, time.monotonic() - started
 
@@ -198,7 +198,7 @@ def emit_bundle(c: Compilation) -> None:
         _write_rest(c)
         emit.publish(c.journal, c.target, c.force)
     except BaseException:
-        _give_up(c)
+        c.journal.give_up()
         raise
 
 
@@ -301,15 +301,6 @@ def _key(c: Compilation) -> dict[str, Any]:
 
 def _kernel_bytes(c: Compilation) -> int:
     return c.kernels.nbytes if c.kernels else 0
-
-
-def _give_up(c: Compilation) -> None:
-    """Keep finished shards for the next run, unless there are none."""
-    if c.journal.finished:
-        c.journal.close()
-        c.say(f"finished shards are kept in {c.journal.root}: the same command continues")
-    else:
-        c.journal.discard()
 
 
 def _add_graph(c: Compilation) -> None:

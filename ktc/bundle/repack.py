@@ -95,8 +95,7 @@ def repack(
             _finish(bundle, plan, parts, layouts, journal, kernels)
             emit.publish(journal, out, force)
         except BaseException:
-            if not journal.finished:
-                journal.discard()
+            journal.give_up()
             raise
     return out
 

@@ -185,6 +185,14 @@ class Journal:
             finally:
                 os.close(self._lock)
 
+    def give_up(self) -> None:
+        """After an error: keep finished shards for the next run, unless there are none."""
+        if not self.finished:
+            self.discard()
+            return
+        self.close()
+        self._say(f"finished shards are kept in {self.root}: the same command continues")
+
     def discard(self) -> None:
         """Remove the work directory (after the bundle has been moved out, or when nothing is worth keeping)."""
         shutil.rmtree(self.root, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -38,6 +39,31 @@ def test_kernels_follow_the_new_shapes(with_kernels: Path, tmp_path: Path) -> No
     assert [k["variant"] for k in out.manifest["kernels"]] == ["portable"]
     assert (None, "golden.logits") in out.tensors
     assert tree(out.path) == tree(with_kernels)
+
+
+def test_c10_an_interrupted_repack_continues(compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """failures.md C10: what was finished is kept and said; the same call does the rest, to the byte."""
+    bundle, said = open_bundle(compiled("deepseek_v3", **SHAPE)), []
+    real, left = os.pwrite, bundle.files["weights/device/D000.safetensors"]["size"] + 10_000  # that shard, and a bit
+
+    def pwrite(fd: int, data: bytes, offset: int) -> int:
+        nonlocal left
+        left -= len(data)
+        if left < 0:
+            raise KeyboardInterrupt
+        return real(fd, data, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        with pytest.raises(KeyboardInterrupt):
+            repack(bundle, 2, tmp_path / "2.ktc", variants=(), jobs=1, say=said.append)
+    assert [p.name for p in tmp_path.iterdir()] == ["2.ktc.partial"] and "same command continues" in said[-1]
+    finished = [p for p in tmp_path.rglob("*.safetensors") if p.is_file()]
+    assert finished
+    before = {p.name: p.stat().st_ino for p in finished}
+    out = repack(bundle, 2, tmp_path / "2.ktc", variants=(), say=said.append)
+    assert before.items() <= {p.name: p.stat().st_ino for p in out.rglob("*.safetensors")}.items()
+    assert tree(out) == tree(compiled("deepseek_v3", nodes=2, **SHAPE))
 
 
 def test_s4_an_impossible_node_count_is_refused(compiled, tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ def parse_scheme(text: str) -> QuantScheme:
         return QuantScheme(text)  # type: ignore[arg-type]
     if text == "int8-channel":
         return QuantScheme("int8", "channel")
-    data_type, group, kind = re.fullmatch(r"(int[48])-g(\d+)(f?)", text).groups()  # type: ignore[union-attr]
-    return QuantScheme(data_type, "group" if kind else "integer", int(group))  # type: ignore[arg-type]
+    data_type, group, kind = re.fullmatch(r"(int[48])-g(\d+)([fc]?)", text).groups()  # type: ignore[union-attr]
+    return QuantScheme(data_type, {"": "integer", "f": "group", "c": "codebook"}[kind], int(group))  # type: ignore[arg-type]
 
 
 def huge(nbytes: int) -> np.ndarray:

@@ -61,13 +61,13 @@ void MoeCall::take(Space& space, int64_t total, bool staged) {
     units = space.template take<Unit>(max_active + slots / kMinUnitRows + 1);
     token_rows = space.template take<int64_t>(slots);
     token_act = take_act(space, round_up(chunk, 16), m.h_pad_);
-    y = space.template take<float>(rows * o.hidden);
+    y = space.template take<float>(rows * row_stride(o.hidden));
     space.rewind(mark);  // of one chunk, only one way's buffers are in use
   }
   x_act = take_act(space, rows, m.h_pad_);
   for (size_t n = 0; n < o.nodes.size(); ++n) {
     const int64_t width = o.nodes[n].width();
-    nodes[n].h = space.template take<float>(rows * width);
+    nodes[n].h = space.template take<float>(rows * row_stride(width));
     nodes[n].act = take_act(space, rows, width);
     nodes[n].partial = n > 0 ? space.template take<float>(chunk * o.hidden) : nullptr;
     nodes[n].panels = space.template take<Panel>(max_active * (width / 16));

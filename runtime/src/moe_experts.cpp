@@ -11,6 +11,8 @@
 namespace ktc {
 namespace {
 
+constexpr int64_t kCalledBytes = 32 << 10;
+
 // Hands out 64-byte aligned parts of a task's scratch; from a null pointer, just counts.
 class Parts {
  public:
@@ -43,7 +45,7 @@ struct ExpertScratch {
   void* kernel;
   ExpertScratch(Parts& parts, const Scheme& scheme, int64_t rows, int64_t k, int64_t width) {
     x = parts.take_act(scheme, rows, k);
-    h = parts.take<float>(rows * width);
+    h = parts.take<float>(rows * row_stride(width));
     h_act = parts.take_act(scheme, rows, width);
     kernel = parts.take<uint8_t>(0);
   }
@@ -71,6 +73,12 @@ void gather(const MoeCall& call, const MoeCall::Unit& unit, const Scheme& scheme
     to.scale[r] = from.scale[t];
     std::copy(from.sums + t * groups, from.sums + (t + 1) * groups, to.sums + r * groups);
   }
+}
+
+// Calls the beginning of a matrix into L2, so that its first product need not wait for DRAM.
+void call_weights(const ktc_weight& weight, int64_t bytes) {
+  for (int64_t at = 0; at < std::min(bytes, kCalledBytes); at += 64)
+    __builtin_prefetch(weight.tiles + at, 0, 2);
 }
 
 // out[0..n) = sum over i of w[i] * y[i][0..n), in this order; `next`: rows that will be added after these.
@@ -110,18 +118,20 @@ void MoeCall::expert_task(void* context, const Task& task) {
   const int64_t width = o.nodes[0].width();
   Parts parts(task.scratch);
   ExpertScratch local(parts, o.scheme, kMaxUnitRows + kMaxUnitRows / 4, call.m.h_pad_, width);
+  const int64_t up_blocks = width / 16, down_blocks = ceil_div(o.hidden, 32);
+  call_weights(o.nodes[0].gate_up[a.expert], up_blocks * o.scheme.block_bytes(call.m.h_pad_));
   gather(call, unit, o.scheme, call.m.h_pad_, local.x);
 
   ktc_gemm_args args{};
   args.struct_size = sizeof args;
   args.k = call.m.h_pad_;
   args.m_end = unit.count;
-  args.block_end = width / 16;
+  args.block_end = up_blocks;
   args.n_out = width;
   args.act = local.x;
   args.weight = o.nodes[0].gate_up[a.expert];
   args.out = local.h;
-  args.ld_out = width;
+  args.ld_out = row_stride(width);
   args.act_alpha = o.alpha;
   args.act_limit = o.limit;
   args.scratch = local.kernel;
@@ -129,9 +139,11 @@ void MoeCall::expert_task(void* context, const Task& task) {
   const ktc_gemm_kernel& gate_up = call.m.gate_up_[0].pick(a.count);
   check_kernel(gate_up.gemm(&args), gate_up.name);
 
+  call_weights(o.nodes[0].down[a.expert], down_blocks * o.scheme.block_bytes(width));
   ktc_quant_args quant{};
   quant.struct_size = sizeof quant;
-  quant.k_valid = quant.k = quant.ld_x = width;
+  quant.k_valid = quant.k = width;
+  quant.ld_x = row_stride(width);
   quant.m_end = unit.count;
   quant.x = local.h;
   quant.copies = 1;
@@ -139,11 +151,12 @@ void MoeCall::expert_task(void* context, const Task& task) {
   check_kernel(call.m.down_store_[0].quantize()(&quant), "quantize");
 
   args.k = width;
-  args.block_end = ceil_div(o.hidden, 32);
-  args.n_out = args.ld_out = o.hidden;
+  args.block_end = down_blocks;
+  args.n_out = o.hidden;
+  args.ld_out = row_stride(o.hidden);
   args.act = local.h_act;
   args.weight = o.nodes[0].down[a.expert];
-  args.out = call.y + unit.row * o.hidden;
+  args.out = call.y + unit.row * row_stride(o.hidden);
   const ktc_gemm_kernel& down = call.m.down_store_[0].pick(a.count);
   check_kernel(down.gemm(&args), down.name);
 }
@@ -152,13 +165,13 @@ void MoeCall::expert_task(void* context, const Task& task) {
 void MoeCall::sum_task(void* context, const Task& task) {
   const MoeCall& call = *static_cast<const MoeCall*>(context);
   constexpr int64_t kAtOnce = 16;  // slots; more are added to the first ones' sum
-  const int64_t hidden = call.m.o_.hidden, k = call.top_k;
+  const int64_t hidden = call.m.o_.hidden, stride = row_stride(hidden), k = call.top_k;
   const float* y[2][kAtOnce];
   float w[kAtOnce];
   const int64_t begin = piece_begin(call.count, call.pieces_sum, task.index);
   const int64_t end = piece_begin(call.count, call.pieces_sum, task.index + 1);
   const auto rows_of = [&](int64_t t, const float** rows) {
-    for (int64_t i = 0; i < std::min(k, kAtOnce); ++i) rows[i] = call.y + call.token_rows[t * k + i] * hidden;
+    for (int64_t i = 0; i < std::min(k, kAtOnce); ++i) rows[i] = call.y + call.token_rows[t * k + i] * stride;
   };
   if (begin < end) rows_of(begin, y[0]);
   for (int64_t t = begin; t < end; ++t) {
@@ -169,7 +182,7 @@ void MoeCall::sum_task(void* context, const Task& task) {
     for (int64_t i = 0; i < std::min(k, kAtOnce); ++i) w[i] = call.row_weight[rows[i]];
     weighted_sum(out, hidden, y[which], w, y[which ^ 1], std::min(k, kAtOnce));
     for (int64_t i = kAtOnce; i < k; ++i) {
-      const float* more = call.y + rows[i] * hidden;
+      const float* more = call.y + rows[i] * stride;
       for (int64_t c = 0; c < hidden; ++c) out[c] += call.row_weight[rows[i]] * more[c];
     }
   }

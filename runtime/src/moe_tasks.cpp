@@ -44,7 +44,7 @@ void MoeCall::gate_up_task(void* context, const Task& task) {
   args.act = call.x_act;
   args.weight = o.nodes[task.node].gate_up[a.expert];
   args.out = node.h;
-  args.ld_out = args.n_out;
+  args.ld_out = row_stride(args.n_out);
   args.row_amax = call.row_amax;
   args.act_alpha = o.alpha;
   args.act_limit = o.limit;
@@ -65,7 +65,8 @@ void MoeCall::quantize_h_task(void* context, const Task& task) {
                     1;
   ktc_quant_args args{};
   args.struct_size = sizeof args;
-  args.k_valid = args.k = args.ld_x = width;
+  args.k_valid = args.k = width;
+  args.ld_x = row_stride(width);
   args.x = node.h;
   args.copies = 1;
   args.amax = call.row_amax;

@@ -37,6 +37,10 @@ inline int64_t pieces_for(int64_t units, int64_t unit_cost, int64_t target) {
   return std::clamp<int64_t>(ceil_div(units * unit_cost, std::max<int64_t>(target, 1)), 1, units);
 }
 
+// Floats between rows of `n` floats in scratch: an odd number of cache lines, so that a column of many rows
+// does not fall into a few sets of a cache.
+constexpr int64_t row_stride(int64_t n) { return (ceil_div(n, 16) | 1) * 16; }
+
 // Half-open share of node `node` when `total` tasks that any node may run are dealt out.
 constexpr int64_t share_begin(int64_t total, int node, int nodes) { return total * node / nodes; }
 

@@ -15,22 +15,23 @@
 
 namespace ktc {
 
-template <class S, class V, class T>
+template <class S, class V, class T, int Epilogue>
 class TileGemm {
   using Shape = TileShape<S>;
 
  public:
-  TileGemm(const ktc_gemm_args& args, int epilogue) : a_(args), side_(args, epilogue) {
-    steps_ = S::steps(S::k(args.k));
+  explicit TileGemm(const ktc_gemm_args& args) : a_(args), k_(S::k(args.k)), stream_(args, k_) {
+    steps_ = S::steps(k_);
     const int64_t most = Shape::chunk_steps(args.m_end - args.m_begin);
-    const int64_t chunks = ceil_div(steps_, most);
-    chunk_steps_ = ceil_div(ceil_div(steps_, chunks), Shape::kGroupSteps) * Shape::kGroupSteps;
+    chunks_ = ceil_div(steps_, most);
+    chunk_steps_ = ceil_div(ceil_div(steps_, chunks_), Shape::kGroupSteps) * Shape::kGroupSteps;
+    chunks_ = ceil_div(steps_, chunk_steps_);
     uint8_t* p = static_cast<uint8_t*>(args.scratch);
-    panel_[0] = p;
-    panel_[1] = p + Shape::kPanelBytes;
-    sums_ = p + 2 * Shape::kPanelBytes;
-    group_[0] = sums_ + Shape::kSumsBytes;
-    group_[1] = group_[0] + Shape::kCBytes;
+    for (int i = 0; i < 2; ++i) {
+      panel_[i] = p + i * Shape::kPanelBytes;
+      sums_[i] = p + 2 * Shape::kPanelBytes + i * Shape::kSumsBytes;
+      group_[i] = p + 2 * (Shape::kPanelBytes + Shape::kSumsBytes) + i * Shape::kCBytes;
+    }
   }
 
   void run() {
@@ -41,48 +42,69 @@ class TileGemm {
   }
 
  private:
+  /* Side work of one sweep (a pair of A tiles against a chunk): how much of each kind is due. */
+  struct Due {
+    Share rows, pieces, calls;
+  };
+
   /* Rows [m0, m1), all blocks. */
   void rows(int64_t m0, int64_t m1) {
     const int64_t pairs = ceil_div(m1 - m0, Shape::kPairRows);
+    const int64_t sweeps = chunks_ * pairs; /* of one block */
     Chunk chunk{a_.block_begin, 0, min64(chunk_steps_, steps_)};
+    stream_ = WeightStream<S, V>(a_, k_);
+    for (int64_t due = stream_.due(0); due > 0; --due) stream_.call();
     int64_t which = 0;
-    side_.start_rows(m0, m1, ceil_div(steps_, chunk_steps_), sums_);
-    if (S::kFormat == KTC_INT4) side_.unpack_all(chunk, panel_[0]);
+    if constexpr (S::kFormat == KTC_INT4) {
+      fill_.start(a_, k_, chunk, panel_[0]);
+      while (fill_.piece < fill_.pieces) fill_.fill_some();
+    }
+    end_ = RowEnd<S, V, Epilogue>{};
+    end_.m0 = m0;
     zero_c();
     while (chunk.b < a_.block_end) {
       const Chunk next = following(chunk);
-      side_.start_ahead(next, panel_[which ^ 1]);
-      const uint8_t* b_tiles = S::kFormat == KTC_INT4
-                                   ? panel_[which]
-                                   : side_.block(chunk.b) + chunk.begin * S::kTilesPerStep * kTile;
+      uint8_t* const sums = sums_[chunk.b & 1];
+      const int64_t at = ((next.b - a_.block_begin) * steps_ + next.begin) * S::kTilesPerStep * kTile;
+      if constexpr (S::kFormat == KTC_INT4) fill_.start(a_, k_, next, panel_[which ^ 1]);
+      const uint8_t* b_tiles = S::kFormat == KTC_INT4 ? panel_[which]
+                                                      : a_.weight.tiles + chunk.b * S::block_bytes(k_) +
+                                                            chunk.begin * S::kTilesPerStep * kTile;
       const bool back = backwards(chunk), next_back = backwards(next);
       for (int64_t i = 0; i < pairs; ++i) {
-        side_.share_ahead(i + 1, pairs);
         const bool last = i + 1 == pairs;
         const int64_t p = back ? pairs - 1 - i : i;
         const int64_t then_p = !last ? (back ? p - 1 : p + 1) : next_back ? pairs - 1 : 0;
-        const int64_t m = m0 + p * Shape::kPairRows;
+        const int64_t m = m0 + p * Shape::kPairRows, steps = chunk.end - chunk.begin;
         /* What the accumulators hold after this pair: the same sums, those of another pair, or zero. */
         const bool fresh = (last ? next : chunk).begin == 0;
         const bool stay = then_p == p && !fresh;
-        const uint8_t* load = fresh ? nullptr : sums_ + then_p * Shape::kCBytes;
+        const uint8_t* load = fresh ? nullptr : sums + then_p * Shape::kCBytes;
+        const int64_t sweep = chunk.begin / chunk_steps_ * pairs + i + 1;
+        const Due due{Share(end_.rows * sweep / sweeps - end_.row, steps),
+                      Share(fill_.pieces * (i + 1) / pairs - fill_.piece, steps),
+                      Share(ceil_div(stream_.due(at), pairs - i), 2 * steps)};
         if (m1 - m > kTileRows) {
-          pair<2>(chunk, b_tiles, m, min64(m1 - m, Shape::kPairRows), sums_ + p * Shape::kCBytes, load, stay);
+          pair<2>(chunk, b_tiles, due, m, min64(m1 - m, Shape::kPairRows), sums + p * Shape::kCBytes, load,
+                  stay);
         } else {
-          pair<1>(chunk, b_tiles, m, m1 - m, sums_ + p * Shape::kCBytes, load, stay);
+          pair<1>(chunk, b_tiles, due, m, m1 - m, sums + p * Shape::kCBytes, load, stay);
         }
+      }
+      if (next.begin == 0) { /* the block is complete */
+        end_.sums = sums;
+        end_.b = chunk.b;
+        end_.rows = m1 - m0;
+        end_.row = 0;
       }
       chunk = next;
       which ^= 1;
     }
-    side_.finish_rows();
+    while (end_.row < end_.rows) end_.finish(a_);
   }
 
-  /* Every other chunk of a block is swept backwards, so that the pair at the turn keeps its accumulators;
-   * not the last one, because rows are finished in their order. */
-  bool backwards(const Chunk& c) const {
-    return c.begin / chunk_steps_ % 2 == 1 && c.end < steps_ && c.b < a_.block_end;
-  }
+  /* Every other chunk of a block is swept backwards, so that the pair at the turn keeps its accumulators. */
+  bool backwards(const Chunk& c) const { return c.begin / chunk_steps_ % 2 == 1; }
   Chunk following(const Chunk& c) const {
     if (c.end < steps_) return Chunk{c.b, c.end, min64(c.end + chunk_steps_, steps_)};
     return Chunk{c.b + 1, 0, min64(chunk_steps_, steps_)};
@@ -112,76 +134,84 @@ class TileGemm {
       t_.template dot_su<C, A, B>();
     }
   }
+  /* Calls come between the tile loads: many at once would take the fill buffers from them. */
   template <int MT>
-  KTC_INLINE void product(const uint8_t* a0, const uint8_t* a1, const uint8_t* b) {
+  KTC_INLINE void product(const uint8_t* a0, const uint8_t* a1, const uint8_t* b, WeightStream<S, V>& stream,
+                          const Share& calls, int32_t s) {
     t_.template load<6>(b);
     t_.template load_stream<4>(a0);
-    t_.template load<7>(b + kTile);
+    for (int32_t i = calls.at(2 * s); i > 0; --i) stream.call();
     dot<0, 4, 6>();
-    dot<1, 4, 7>();
     if (MT == 2) {
       t_.template load_stream<5>(a1);
       dot<2, 5, 6>();
-      dot<3, 5, 7>();
     }
+    t_.template load<7>(b + kTile);
+    for (int32_t i = calls.at(2 * s + 1); i > 0; --i) stream.call();
+    dot<1, 4, 7>();
+    if (MT == 2) dot<3, 5, 7>();
   }
 
   /* One pair of A tiles (or one tile) against one chunk; see `rows` for load and stay. */
   template <int MT>
-  KTC_INLINE void pair(const Chunk& c, const uint8_t* b_tiles, int64_t m, int64_t rows, uint8_t* sums,
-                       const uint8_t* load, bool stay) {
+  KTC_INLINE void pair(const Chunk& c, const uint8_t* b_tiles, const Due& due, int64_t m, int64_t rows,
+                       uint8_t* sums, const uint8_t* load, bool stay) {
     const uint8_t* a0 = a_.act.tiles + ((m / kTileRows) * steps_ + c.begin) * kTile;
     const uint8_t* a1 = MT == 2 ? a0 + steps_ * kTile : a0;
-    const int64_t steps = c.end - c.begin;
+    const int32_t steps = int32_t(c.end - c.begin);
+    RowEnd<S, V, Epilogue> end = end_;
+    PanelFill<S, V> fill = fill_;
+    WeightStream<S, V> stream = stream_;
     if constexpr (S::kGroupScale) {
-      if (c.begin == 0) side_.free_sums(c.b, m); /* the first group overwrites them */
-      grouped<MT>(c, a0, a1, b_tiles, m, rows, reinterpret_cast<float*>(sums));
+      grouped<MT>(c, a0, a1, b_tiles, due, m, rows, reinterpret_cast<float*>(sums), end, fill, stream);
     } else {
-      typename SideWork<S, V>::Pace pace = side_.pace(steps, c.end == steps_ ? rows : 0);
-      for (int64_t s = 0; s < steps; ++s) {
-        product<MT>(a0 + s * kTile, a1 + s * kTile, b_tiles + s * 2 * kTile);
-        /* The sums to load next are in L2 by now: bring them closer, a few lines per step. */
-        if (!stay && load && s < 16) {
-          for (int64_t line = 0; line < 256; line += 64) V::prefetch(load + s * 256 + line);
-        }
-        side_.some(pace, m, c.b);
+      for (int32_t s = 0; s < steps; ++s) {
+        product<MT>(a0 + s * kTile, a1 + s * kTile, b_tiles + s * 2 * kTile, stream, due.calls, s);
+        side(due, s, end, fill);
       }
-      side_.finish_ahead();
       if (!stay) {
-        side_.free_sums(c.b, m);
         exchange<0>(sums, load);
         exchange<1>(sums, load);
         exchange<2>(sums, load);
         exchange<3>(sums, load);
       }
     }
-    if (c.end == steps_) side_.rows_ready(rows);
+    end_ = end;
+    fill_ = fill;
+    stream_ = stream;
+  }
+  KTC_INLINE void side(const Due& due, int32_t s, RowEnd<S, V, Epilogue>& end, PanelFill<S, V>& fill) {
+    if constexpr (S::kFormat == KTC_INT4) {
+      for (int32_t i = due.pieces.at(s); i > 0; --i) fill.fill_some();
+    }
+    for (int32_t i = due.rows.at(s); i > 0; --i) end.finish(a_);
   }
 
   /* fp32 group scales: products of one group, then sums += scale * (products - offset * sum of x). The
    * vector part of a group is done while the tiles work on the next one. */
   template <int MT>
   KTC_INLINE void grouped(const Chunk& c, const uint8_t* a0, const uint8_t* a1, const uint8_t* b_tiles,
-                          int64_t m, int64_t rows, float* sums) {
+                          const Due& due, int64_t m, int64_t rows, float* sums, RowEnd<S, V, Epilogue>& end,
+                          PanelFill<S, V>& fill, WeightStream<S, V>& stream) {
     constexpr int64_t kGroup = S::kGroup ? S::kGroup : 64;
     constexpr int64_t kGroupRuns = kGroup / Shape::kRunBytes;
     const int64_t runs = (c.end - c.begin) * Shape::kRunsPerStep;
-    typename SideWork<S, V>::Pace pace = side_.pace(c.end - c.begin, 0);
     int64_t g = c.begin * 64 / kGroup;
     int which = 0;
     bool first = c.begin == 0; /* the group whose rows are being added is the first of the row */
     int64_t row = rows;        /* next row to add of the group before this one; rows = none left */
     for (int64_t run = 0; run < runs; ++g) {
-      const int64_t end = min64(run + kGroupRuns, runs);
-      const int64_t per_run = ceil_div(rows, end - run);
-      for (; run < end; ++run) {
+      const int64_t stop_run = min64(run + kGroupRuns, runs);
+      const int64_t per_run = ceil_div(rows, stop_run - run);
+      for (; run < stop_run; ++run) {
         const int64_t s = run / Shape::kRunsPerStep, part = run % Shape::kRunsPerStep;
         const int64_t at = s * kTile + part * Shape::kRunBytes;
-        product<MT>(a0 + at, a1 + at, b_tiles + s * 2 * kTile + part * Shape::kRunBytes / 4 * kRowBytes);
+        product<MT>(a0 + at, a1 + at, b_tiles + s * 2 * kTile + part * Shape::kRunBytes / 4 * kRowBytes,
+                    stream, part == 0 ? due.calls : Share(0, 1), int32_t(s));
         for (const int64_t stop = min64(row + per_run, rows); row < stop; ++row) {
-          side_.add_row(group_[which ^ 1], m, c.b, g - 1, row, sums, first);
+          add_row(group_[which ^ 1], m, c.b, g - 1, row, sums, first);
         }
-        if (part == 0) side_.some(pace, m, c.b);
+        if (part == 0) side(due, int32_t(s), end, fill);
       }
       if (g > c.begin * 64 / kGroup) first = false;
       exchange<0>(group_[which], nullptr);
@@ -191,20 +221,33 @@ class TileGemm {
       which ^= 1;
       row = 0;
     }
-    for (; row < rows; ++row) side_.add_row(group_[which ^ 1], m, c.b, g - 1, row, sums, first);
-    side_.finish_ahead();
+    for (; row < rows; ++row) add_row(group_[which ^ 1], m, c.b, g - 1, row, sums, first);
+  }
+  /* sums[row] (+)= what one group contributes. */
+  KTC_NOINLINE void add_row(const uint8_t* products, int64_t m, int64_t b, int64_t g, int64_t row,
+                            float* sums, bool first) {
+    for (int h = 0; h < 2; ++h) {
+      const int64_t at = ((row / kTileRows) * 2 + h) * kTile + (row % kTileRows) * kRowBytes;
+      float* sum = sums + at / 4;
+      const typename V::I acc = V::iload(reinterpret_cast<const int32_t*>(products + at));
+      V::store(sum,
+               add_group<S, V>(a_, m + row, b, g, S::groups(k_), h, acc, first ? V::zero() : V::load(sum)));
+    }
   }
 
   const ktc_gemm_args& a_;
-  SideWork<S, V> side_;
+  const int64_t k_;
   T t_;
-  int64_t steps_, chunk_steps_;
-  uint8_t *panel_[2], *sums_, *group_[2];
+  RowEnd<S, V, Epilogue> end_;
+  PanelFill<S, V> fill_;
+  WeightStream<S, V> stream_;
+  int64_t steps_, chunk_steps_, chunks_;
+  uint8_t *panel_[2], *sums_[2] /* [block % 2] */, *group_[2];
 };
 
-template <class S, class V, class T>
-KTC_NOINLINE void gemm_tile(const ktc_gemm_args& args, int epilogue) {
-  TileGemm<S, V, T>(args, epilogue).run();
+template <class S, class V, class T, int Epilogue>
+KTC_NOINLINE void gemm_tile(const ktc_gemm_args& args) {
+  TileGemm<S, V, T, Epilogue>(args).run();
 }
 
 }  // namespace ktc

@@ -20,7 +20,7 @@ int tile_gemm(const ktc_gemm_args* args) {
   if (status != KTC_OK) return status;
   if (args->m_begin == args->m_end || args->block_begin == args->block_end) return KTC_OK;
   if (!args->scratch) return KTC_ERR_ARGS;
-  gemm_tile<S, V, T>(*args, Epilogue);
+  gemm_tile<S, V, T, Epilogue>(*args);
   return KTC_OK;
 }
 

@@ -29,7 +29,8 @@ struct ByteLines {
 };
 
 /* Straight from the nibbles: each line is unpacked as it is used. */
-template <class S, class V, bool Far = false>
+/* Called: the weights are in L2 already. */
+template <class S, class V, bool Called = false>
 struct NibbleLines {
   const uint8_t* tiles;
   const uint8_t* mult; /* of this block: [groups][kMultBytes] */
@@ -45,12 +46,7 @@ struct NibbleLines {
   }
   KTC_INLINE void line(int64_t l, typename V::B* w0, typename V::B* w1) const {
     const uint8_t* p = tiles + l * kRowBytes;
-    if (Far) {
-      V::prefetch_l2(p + kPrefetchFar);
-      V::prefetch(p + kTile);
-    } else {
-      V::prefetch(p + kPrefetch);
-    }
+    V::prefetch(p + (Called ? kTile : kPrefetch));
     if constexpr (S::kCodebook) {
       V::codebook(V::bload(p), m0, m1, w0, w1);
     } else {
@@ -61,7 +57,7 @@ struct NibbleLines {
       }
     }
   }
-  static constexpr int64_t kPrefetch = 4 * kTile, kPrefetchFar = 32 * kTile;
+  static constexpr int64_t kPrefetch = 4 * kTile;
 };
 
 template <class S>
@@ -69,21 +65,22 @@ KTC_INLINE const uint8_t* block_mult(const ktc_gemm_args& a, int64_t b, int64_t 
   return a.weight.mult + b * groups * S::kMultBytes;
 }
 
-/* Half a step (8 lines) into its place in a panel. Weights come from L2, where they have been called long
- * before. */
+/* Lines of one piece: all of one group. */
+constexpr int64_t kUnpackLines = 4;
+
+/* Piece i (lines [4i, 4i + 4)) of a chunk of a block that begins with step s_begin, into the chunk's panel.
+ * Weights come from L2, where they have been called long before. */
 template <class S, class V>
-KTC_INLINE void unpack_half(const uint8_t* tiles, const uint8_t* mult, int64_t half, uint8_t* out) {
-  constexpr int64_t kRun = S::kRunK / 4 < 8 ? S::kRunK / 4 : 8;
-  NibbleLines<S, V, true> lines(tiles, mult);
-  out += (half % 2) * 8 * kRowBytes;
-  for (int64_t r = 0; r < 8; r += kRun) {
-    if constexpr (S::kMultiplier) lines.group((32 * half + 4 * r) / S::kGroup);
-    _Pragma("GCC unroll 8") for (int64_t i = 0; i < kRun; ++i) {
-      typename V::B w0, w1;
-      lines.line(8 * half + r + i, &w0, &w1);
-      V::bstore(out + (r + i) * kRowBytes, w0);
-      V::bstore(out + (r + i) * kRowBytes + kTile, w1);
-    }
+KTC_INLINE void unpack_lines(const uint8_t* chunk, const uint8_t* mult, uint64_t s_begin, uint64_t i,
+                             uint8_t* panel) {
+  NibbleLines<S, V, true> lines(chunk, mult);
+  if constexpr (S::kMultiplier) lines.group(int64_t((64 * s_begin + 16 * i) / uint64_t(S::kGroup)));
+  uint8_t* out = panel + i / 4 * 2 * kTile + i % 4 * kUnpackLines * kRowBytes;
+  _Pragma("GCC unroll 4") for (int64_t l = 0; l < kUnpackLines; ++l) {
+    typename V::B w0, w1;
+    lines.line(int64_t(kUnpackLines * i) + l, &w0, &w1);
+    V::bstore(out + l * kRowBytes, w0);
+    V::bstore(out + l * kRowBytes + kTile, w1);
   }
 }
 

@@ -73,7 +73,9 @@ class Job {
   std::atomic<bool> failed_{false};
   std::mutex error_mutex_;
   std::exception_ptr error_;
-  bool in_use_ = false;  // guarded by the pool's mutex
+  std::atomic<bool> in_use_{false};
+  Job* older_ = nullptr;               // every job of the pool, newest first; set once
+  std::atomic<Job*> queued_{nullptr};  // the job that was submitted after this one, while this one is queued
   // For Pool::observe: the job's place in the record, or -1; when it began (0: not yet) and the time in its
   // tasks.
   int64_t observed_ = -1;

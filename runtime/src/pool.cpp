@@ -102,6 +102,11 @@ void Pool::stop_workers(size_t started) {
 Pool::~Pool() {
   // After fork() the child has no workers to stop.
   if (fork_generation_ == g_fork_generation.load(std::memory_order_relaxed)) stop_workers(slots_.size());
+  for (Job* job = newest_.load(std::memory_order_relaxed); job != nullptr;) {
+    Job* const older = job->older_;
+    delete job;
+    job = older;
+  }
 }
 
 std::vector<std::string> Pool::warnings() const {
@@ -124,24 +129,46 @@ void Pool::check_not_forked() const {
 
 Job* Pool::acquire() {
   check_not_forked();
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const std::unique_ptr<Job>& job : jobs_) {
-    if (job->in_use_) continue;
+  for (Job* job = newest_.load(std::memory_order_acquire); job != nullptr; job = job->older_) {
+    if (job->in_use_.load(std::memory_order_relaxed) ||
+        job->in_use_.exchange(true, std::memory_order_acq_rel))
+      continue;
     bool touched = false;
     for (const std::unique_ptr<Slot>& slot : slots_)
-      touched = touched || slot->hazard.load(std::memory_order_seq_cst) == job.get();
-    if (touched) continue;
-    job->in_use_ = true;
-    return job.get();
+      touched = touched || slot->hazard.load(std::memory_order_seq_cst) == job;
+    if (!touched) return job;
+    release(job);
   }
-  jobs_.push_back(std::unique_ptr<Job>(new Job(nodes())));
-  jobs_.back()->in_use_ = true;
-  return jobs_.back().get();
+  Job* const job = new Job(nodes());
+  job->in_use_.store(true, std::memory_order_relaxed);
+  job->older_ = newest_.load(std::memory_order_relaxed);
+  while (!newest_.compare_exchange_weak(job->older_, job, std::memory_order_acq_rel)) {
+  }
+  return job;
 }
 
-void Pool::release(Job* job) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  job->in_use_ = false;
+void Pool::release(Job* job) { job->in_use_.store(false, std::memory_order_release); }
+
+// ---- the queue ----------------------------------------------------------------------------------
+
+// Any number of threads push. The one that finds the queue empty makes its job the head.
+void Pool::push(Job& job) {
+  job.queued_.store(nullptr, std::memory_order_relaxed);
+  Job* const before = tail_.exchange(&job, std::memory_order_seq_cst);
+  (before != nullptr ? before->queued_ : head_).store(&job, std::memory_order_seq_cst);
+}
+
+// Takes the head off: only the thread that finished it does.
+void Pool::pop(Job& job) {
+  Job* next = job.queued_.load(std::memory_order_seq_cst);
+  if (next == nullptr) {
+    head_.store(nullptr, std::memory_order_seq_cst);  // first: whoever pushes next sets it
+    Job* last = &job;
+    if (tail_.compare_exchange_strong(last, nullptr, std::memory_order_seq_cst)) return;
+    // A thread is between its two writes: it becomes the next one any moment.
+    while ((next = job.queued_.load(std::memory_order_seq_cst)) == nullptr) sched_yield();
+  }
+  head_.store(next, std::memory_order_seq_cst);
 }
 
 // ---- working ------------------------------------------------------------------------------------
@@ -164,18 +191,19 @@ void Pool::submit(Job* job) {
     job->done_.store(true, std::memory_order_release);
     return;
   }
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (int node = 0; node < nodes(); ++node) {
-      const int alive = alive_[node].load(std::memory_order_relaxed);
-      if (alive == 0)
-        throw std::runtime_error("every worker thread of node " + std::to_string(node) +
-                                 " was ended; the process must be started anew");
-      if (alive < node_threads_[node]) job->schedule_ = Schedule::kDynamic;  // nobody does a lost one's share
-    }
-    queue_.push_back(job);
-    if (queue_.size() == 1) head_.store(job, std::memory_order_seq_cst);
+  // `lose` waits until nobody is in here: it sees the job, or we see that it took a thread away.
+  submitting_.fetch_add(1, std::memory_order_seq_cst);
+  int dead = -1;
+  for (int node = 0; node < nodes(); ++node) {
+    const int alive = alive_[node].load(std::memory_order_seq_cst);
+    if (alive == 0) dead = node;
+    if (alive < node_threads_[node]) job->schedule_ = Schedule::kDynamic;  // nobody does a lost one's share
   }
+  if (dead < 0) push(*job);
+  submitting_.fetch_sub(1, std::memory_order_seq_cst);
+  if (dead >= 0)
+    throw std::runtime_error("every worker thread of node " + std::to_string(dead) +
+                             " was ended; the process must be started anew");
   event_.notify();
 }
 
@@ -185,11 +213,7 @@ void Pool::wait(Job* job, bool help) {
   while (!job->done_.load(std::memory_order_acquire)) {
     const uint32_t released = released_.now();
     help = help || (caller_works_ && alive_[0].load(std::memory_order_seq_cst) == 1);
-    bool mine = false;
-    if (help) {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (!caller_busy_) caller_busy_ = mine = true;
-    }
+    const bool mine = help && !caller_busy_.exchange(true, std::memory_order_acq_rel);
     if (!mine) {  // another thread works in slot 0; it or the workers will get to our job
       if (!job->done_.load(std::memory_order_acquire))
         released_.wait(released, help || !caller_works_ ? 0 : spin_ns_);
@@ -204,10 +228,7 @@ void Pool::wait(Job* job, bool help) {
       if (head == nullptr && !job->done_.load(std::memory_order_acquire)) event_.wait(seen, spin_ns_);
     }
     leave_library(slot);  // other code on this thread may use tiles too
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      caller_busy_ = false;
-    }
+    caller_busy_.store(false, std::memory_order_seq_cst);
     released_.notify();
   }
   if (job->failed()) {
@@ -249,11 +270,8 @@ void Pool::work(Slot& slot) {
 // The thread of `slot` is being ended, and `job` has failed for it: nobody may wait for this thread any more.
 void Pool::lose(Slot& slot, Job& job) {
   t_inside_task = false;
-  int left;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    left = alive_[slot.node].fetch_sub(1, std::memory_order_seq_cst) - 1;
-  }
+  const int left = alive_[slot.node].fetch_sub(1, std::memory_order_seq_cst) - 1;
+  while (submitting_.load(std::memory_order_seq_cst) != 0) sched_yield();
   released_.notify();  // who waits without helping may have to help now
   warn("a worker of node " + std::to_string(slot.node) + " was ended; the others do its work");
   if (job.schedule_ == Schedule::kDynamic) work_on(job, slot);  // only counts: the job has failed
@@ -379,12 +397,11 @@ int Pool::advance(Job& job, int from) {
 }
 
 void Pool::finish(Job& job) {
-  {
+  if (job.observed_ >= 0) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (job.observed_ >= 0) record(job);
-    queue_.pop_front();
-    head_.store(queue_.empty() ? nullptr : queue_.front(), std::memory_order_seq_cst);
+    record(job);
   }
+  pop(job);
   job.done_.store(true, std::memory_order_release);  // the owner may reuse the job from here on
   released_.notify();
 }
@@ -401,7 +418,7 @@ void Pool::record(const Job& job) {
 
 void Pool::observe(bool on) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (!queue_.empty()) throw std::logic_error("jobs are under way: the pool cannot start observing");
+  if (!idle()) throw std::logic_error("jobs are under way: the pool cannot start observing");
   observing_ = on;
   observed_.clear();
 }

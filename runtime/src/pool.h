@@ -11,7 +11,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -82,6 +81,8 @@ class Pool {
   void run_task(Job& job, int phase, Slot& slot, int64_t index);
   void end_task(Job& job, int phase);
   int advance(Job& job, int from);
+  void push(Job& job);
+  void pop(Job& job);
   void finish(Job& job);
   void lose(Slot& slot, Job& job);
   void record(const Job& job);
@@ -90,21 +91,22 @@ class Pool {
   void check_not_forked() const;
 
   std::vector<int> node_threads_;
-  std::vector<std::atomic<int>> alive_;       // [node] threads that have not been ended; written under mutex_
+  std::vector<std::atomic<int>> alive_;       // [node] threads that have not been ended
+  std::atomic<int> submitting_{0};            // threads between looking at alive_ and having queued their job
   std::vector<std::unique_ptr<Slot>> slots_;  // slots_[0] belongs to whoever waits, if callers work
-  std::vector<std::unique_ptr<Job>> jobs_;
   int64_t spin_ns_ = 0;
   unsigned fork_generation_;
 
-  mutable std::mutex
-      mutex_;  // the queue, jobs_, warnings_, caller_busy_, observed_; never held while working
-  std::deque<Job*> queue_;
+  mutable std::mutex mutex_;  // warnings_, observed_; never held while working
   std::vector<std::string> warnings_;
   std::vector<JobTimes> observed_;
   const bool caller_works_;
   bool observing_ = false;
-  bool caller_busy_;  // somebody works in slot 0: always so if that is a worker
-  std::atomic<Job*> head_{nullptr};
+  std::atomic<bool> caller_busy_;      // somebody works in slot 0: always so if that is a worker
+  std::atomic<Job*> newest_{nullptr};  // of all jobs, linked by Job::older_
+  // The queue is linked by Job::queued_. Whoever finishes the head takes it off; only then is there another
+  // one.
+  std::atomic<Job*> head_{nullptr}, tail_{nullptr};
   std::atomic<bool> stop_{false};
   Event event_;     // a job arrived, a phase or a job ended
   Event released_;  // slot 0 is free again, or a job ended

@@ -3,9 +3,12 @@
 // Built and run by `make asan` and `make tsan` with tests/runtime/reference_lib.cpp as the kernel library. It
 // checks that results are equal for all pools and that errors arrive; what the results should be is the
 // business of tests/runtime.
+#include <atomic>
+#include <cstddef>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -17,6 +20,26 @@
 #include "linear.h"
 #include "moe.h"
 #include "pool.h"
+
+namespace {
+
+std::atomic<int64_t> g_allocations{0};
+
+void* counted(size_t bytes, size_t alignment) {
+  g_allocations.fetch_add(1, std::memory_order_relaxed);
+  void* const p = std::aligned_alloc(alignment, (bytes + alignment) / alignment * alignment);
+  if (p == nullptr) throw std::bad_alloc();
+  return p;
+}
+
+}  // namespace
+
+void* operator new(size_t bytes) { return counted(bytes, alignof(std::max_align_t)); }
+void* operator new(size_t bytes, std::align_val_t a) { return counted(bytes, static_cast<size_t>(a)); }
+void operator delete(void* p) noexcept { std::free(p); }
+void operator delete(void* p, size_t) noexcept { std::free(p); }
+void operator delete(void* p, std::align_val_t) noexcept { std::free(p); }
+void operator delete(void* p, size_t, std::align_val_t) noexcept { std::free(p); }
 
 namespace {
 
@@ -186,6 +209,41 @@ void device_lane(const std::shared_ptr<ktc::KernelLib>& lib, const Layer& layer,
   pool->observe(false);
 }
 
+// One job of `tasks` tasks that only count.
+void hand_over(ktc::Pool& pool, int64_t tasks) {
+  std::atomic<int64_t> done{0};
+  ktc::Job* const job = pool.acquire();
+  job->reset(nullptr, ktc::Schedule::kDynamic, 0);
+  for (int phase = 0; phase < 2; ++phase) {
+    job->add_phase(
+        [](void* context, const ktc::Task&) {
+          static_cast<std::atomic<int64_t>*>(context)->fetch_add(1, std::memory_order_relaxed);
+        },
+        &done);
+    for (int node = 0; node < pool.nodes(); ++node) job->set_tasks(phase, node, tasks);
+  }
+  pool.submit(job);
+  pool.wait(job);
+  pool.release(job);
+  require(done.load() == 2 * tasks * pool.nodes(), "tasks were lost or run twice");
+}
+
+// Many threads push at once, so that the queue runs empty and fills again all the time; and none of it
+// allocates once there are jobs enough.
+void queue(int rounds, bool caller_works) {
+  const auto pool = make_pool({{0, 1}, {0}}, caller_works);
+  std::vector<std::thread> threads;
+  for (int64_t t = 1; t <= 4; ++t)
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < rounds; ++i) hand_over(*pool, t);
+    });
+  for (std::thread& t : threads) t.join();
+  require(pool->idle(), "the queue is not empty");
+  const int64_t before = g_allocations.load();
+  for (int i = 0; i < rounds; ++i) hand_over(*pool, 2);
+  require(g_allocations.load() == before, "handing over a job allocates");
+}
+
 void linears(const std::shared_ptr<ktc::KernelLib>& lib, int rounds) {
   const auto pool = make_pool({{0, 1, 0}});
   const Weights weights(96, 128, 3);
@@ -238,6 +296,7 @@ int main(int argc, char** argv) {
     callers(lib, layer, {{0, 1}, {0}}, schedule, rounds, false);
   }
   device_lane(lib, layer, 10 * rounds);
+  for (const bool caller_works : {true, false}) queue(100 * rounds, caller_works);
   linears(lib, 5 * rounds);
   buffers(library.c_str());
   for (int i = 0; i < 100; ++i) make_pool({{0, 1, 0, 1}});

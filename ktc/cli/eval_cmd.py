@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ktc.cli.engine_options import engine_options
-from ktc.errors import KtcError
+from ktc.errors import KtcError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from ktc.eval.sources import Source
@@ -61,7 +63,8 @@ def command(
     from ktc.eval.run import Setting, evaluate, settings_of_table, text_ids, windows_of
     from ktc.native.tokenizer import load_tokenizer
 
-    model = load_native(bundle, verbose, context=window, **options)
+    with _graph_needed():
+        model = load_native(bundle, verbose, context=window, **options)
     tokenizer = load_tokenizer(Path(model.ktc_report.bundle) / "model")
     windows = windows_of(text_ids(tokenizer, text), window, tokenizer.bos_token_id)
     settings = [Setting("prefill"), Setting("decode", n_deferred, n_skipped)]
@@ -91,6 +94,16 @@ def read_text(file: Path, limit: int | None) -> str:
         raise KtcError(f"{file} is not UTF-8: byte {error.start}", "convert it with iconv") from error
 
 
+@contextmanager
+def _graph_needed() -> Iterator[None]:
+    """The way out that an unsupported model names elsewhere, --graph off, is no option of this command."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        hint = "`ktc eval` reads the decode graph; a bundle without one can only be run: `ktc run --graph off`"
+        raise UnsupportedModelError(error.message, hint) from error
+
+
 def _reference(path: Path, window: int, options: dict[str, Any]) -> Source:
     """A bundle on the native graph, its own kernels and nothing deferred; else a checkpoint in Hugging Face."""
     from ktc.eval.sources import CheckpointSource, NativeSource, is_bundle
@@ -99,7 +112,8 @@ def _reference(path: Path, window: int, options: dict[str, Any]) -> Source:
     if not is_bundle(path):
         return CheckpointSource(path)
     shared = {k: options[k] for k in ("threads", "variant", "emulate_nodes", "trust_sha256")}
-    model = open_native(path, context=window, **shared)
+    with _graph_needed():
+        model = open_native(path, context=window, fp32_attention=True, **shared)
     assert model.ktc_plan is not None
     schemes = sorted({str(m.moe.scheme) for m in model.ktc_plan.moe_modules() if m.moe is not None})
     return NativeSource(model, f"{path.name} ({'+'.join(schemes) or 'no packed experts'}), prefill")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,20 @@ from ktc.errors import KtcError
 if TYPE_CHECKING:
     from ktc.plan.ir import ModulePlan, Plan
 
+_CUDA = re.compile(rb'"device"\s*:\s*\{[^{}]*"kind"\s*:\s*"cuda"')
 _ELSEWHERE = "run it on a machine with an NVIDIA GPU, or compile the checkpoint again with device: cpu in the recipe"
 
 
 def wants_cuda(bundle: Path) -> bool:
-    """Whether a bundle's manifest asks for a CUDA device. False for anything that is not a readable bundle."""
+    """Whether a bundle's manifest asks for a CUDA device. False for anything that is not a readable bundle.
+
+    Every start of `ktc run` asks, and a manifest can be megabytes: it is parsed only if what to look for is in it.
+    """
     try:
-        manifest = json.loads((bundle / "manifest.json").read_bytes())
-        return bool(manifest["device"]["kind"] == "cuda")
+        data = (bundle / "manifest.json").read_bytes()
+        if _CUDA.search(data) is None:  # quotes inside a JSON string are escaped, so text cannot look like this
+            return False
+        return bool(json.loads(data)["device"]["kind"] == "cuda")
     except (OSError, ValueError, KeyError, TypeError):
         return False  # whoever opens the bundle says what is wrong with it
 

@@ -8,7 +8,7 @@ language: an operator is one of `OPERATORS`, each of which is one fused native n
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 FORMAT_VERSION = 1
@@ -141,6 +141,11 @@ class Program:
 
     def moe_modules(self) -> list[str]:
         return [n.module for n in self.nodes if n.op == "moe_submit"]
+
+    def with_fp32_attention(self) -> Program:
+        """The same program, but attention of many rows multiplies in fp32."""
+        nodes = tuple(replace(n, params={**n.params, "bf16": 0}) if n.params.get("bf16") else n for n in self.nodes)
+        return replace(self, nodes=nodes)
 
     def state_bytes(self, context: int) -> int:
         return 4 * context * sum(s.floats_per_position for s in self.states)

@@ -222,6 +222,7 @@ def open_native(
     isa: str = "",
     check_memory: bool = True,
     caller_works: bool = True,
+    fp32_attention: bool = False,
 ) -> NativeModel:
     """Open a bundle for native replay.
 
@@ -234,6 +235,7 @@ def open_native(
         isa: force the operators' instruction set.
         caller_works: see `ktc.engine.pool.get_pool`.
         check_memory: refuse up front what does not fit in memory.
+        fp32_attention: prefill attends in fp32 whatever the recipe says: for a reference.
     Raises:
         BundleError, BuildError, UnsupportedModelError, KtcError: see the parts.
     """
@@ -245,6 +247,8 @@ def open_native(
 
     bundle, degraded = open_judged(path, emulate_nodes, trust_sha256, own_kernels=kernel_library is not None)
     program = load_program(bundle)
+    if fp32_attention:
+        program = program.with_fp32_attention()
     lib, slower = open_kernels(bundle, variant, trust_sha256, kernel_library)
     cpus = pools.place(_runtime.numa_nodes(), bundle.plan.nodes, threads, emulate_nodes)
     pool = pools.get_pool(cpus, caller_works)

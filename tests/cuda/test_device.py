@@ -115,7 +115,21 @@ def test_the_cpu_computes_in_fp32_only(lane_bundle: Any, library: Any, best_vari
 
 def test_not_a_bundle_is_not_cuda(tmp_path: Path) -> None:
     assert not device.wants_cuda(tmp_path / "nothing")
-    (tmp_path / "manifest.json").write_text("[1]")
+    file = tmp_path / "manifest.json"
+    quoted = '{"note":"\\"device\\":{\\"kind\\":\\"cuda\\"}"}'
+    for text in ("[1]", "{", '{"device":{"kind":"cpu"}}', '{"device":"cuda"}', quoted,
+                 '{"a":{"device":{"kind":"cuda"}},"device":{"kind":"cpu"}}', '{"device":{"kind":"cuda"}'):  # fmt: skip
+        file.write_text(text)
+        assert not device.wants_cuda(tmp_path), text
+    for text in ('{"device":{"kind":"cuda"}}', '{"a": 1, "device": {"torch": null,\n "kind" : "cuda"}}'):
+        file.write_text(text)
+        assert device.wants_cuda(tmp_path), text
+
+
+def test_manifests_without_a_cuda_device_are_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every start of `ktc run` asks; parsing takes some twenty times as long as looking."""
+    (tmp_path / "manifest.json").write_text('{"device":{"kind":"cpu"}}')
+    monkeypatch.setattr(device.json, "loads", lambda data: pytest.fail("parsed"))
     assert not device.wants_cuda(tmp_path)
 
 

@@ -45,3 +45,15 @@ def test_run_takes_the_modules_and_graph_on_is_refused(
         result = run(*option)
         assert isinstance(result.exception, UnsupportedModelError)
         assert "dynamic" in result.exception.message and "--graph off" in str(result.exception.hint)
+
+
+def test_eval_names_a_way_out_that_there_is(bundle: tuple[Path, list[str]], tmp_path: Path) -> None:
+    """`ktc eval` has no --graph."""
+    from ktc.cli.eval_cmd import command
+
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox. " * 20)
+    result = CliRunner().invoke(command, [str(bundle[0]), "--text", str(text)], standalone_mode=False)
+    assert isinstance(result.exception, UnsupportedModelError)
+    assert "dynamic" in result.exception.message
+    assert str(result.exception.hint).endswith("`ktc run --graph off`")

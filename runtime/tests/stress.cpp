@@ -35,6 +35,10 @@ void* counted(size_t bytes, size_t alignment) {
 }  // namespace
 
 void* operator new(size_t bytes) { return counted(bytes, alignof(std::max_align_t)); }
+void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+  g_allocations.fetch_add(1, std::memory_order_relaxed);
+  return std::malloc(bytes);
+}
 void* operator new(size_t bytes, std::align_val_t a) { return counted(bytes, static_cast<size_t>(a)); }
 void operator delete(void* p) noexcept { std::free(p); }
 void operator delete(void* p, size_t) noexcept { std::free(p); }

@@ -306,15 +306,15 @@ def _kernel_bytes(c: Compilation) -> int:
 def _add_graph(c: Compilation) -> None:
     """The decode graph; a family or config without one runs on Hugging Face's modules, and that is said."""
     from ktc.errors import UnsupportedModelError
-    from ktc.native.engine import PROGRAM_FILE, lower_bundle
+    from ktc.native.engine import PROGRAM_FILE, lower_bundle, outlook
 
     if c.plan.uses_cuda():  # its decode step is captured as a CUDA graph when the bundle is loaded
         return
 
     try:
         program = lower_bundle(c.checkpoint.config, c.plan)
-    except UnsupportedModelError as error:
-        c.say(f"no decode graph: {error.message}; this bundle runs on Hugging Face's modules, which is slower")
+    except UnsupportedModelError:
+        c.say(outlook(c.checkpoint.config, c.plan))
         return
     c.files[PROGRAM_FILE] = (manifest.canonical(program.to_json()), "graph")
 

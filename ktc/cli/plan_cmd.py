@@ -35,6 +35,7 @@ def command(checkpoint: str, recipe: str, nodes: int, as_json: bool, verbose: in
 
     config = read_config(checkpoint)
     with status("starting"):
+        from ktc.native.engine import outlook
         from ktc.plan import build_plan, render
 
     with status("building the module tree"):
@@ -43,3 +44,4 @@ def command(checkpoint: str, recipe: str, nodes: int, as_json: bool, verbose: in
         click.echo(json.dumps(plan.to_json(), indent=1))
     else:
         click.echo(render(plan, verbose=verbose > 0))
+        click.echo(f"\n{outlook(config, plan)}")

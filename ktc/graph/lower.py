@@ -245,7 +245,7 @@ class _Lowering:
 
     def mlp(self, module: str, x: int, tag: str) -> int:
         if getattr(self.config, "hidden_act", "silu") not in ("silu", "swish"):
-            raise UnsupportedModelError(f"activation {self.config.hidden_act!r} has no native operator")
+            raise UnsupportedModelError(f"{module}: activation {self.config.hidden_act!r} has no native operator")
         gate = self.linear(f"{module}.gate_proj", x, f"{tag}.gate")
         up = self.linear(f"{module}.up_proj", x, f"{tag}.up")
         h = self.buffer(f"{tag}.h", self.cols(gate))

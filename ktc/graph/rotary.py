@@ -23,7 +23,8 @@ def rotary_constants(config: Any) -> tuple[tuple[float, ...], float]:
     kind = config.rope_parameters.get("rope_type", "default")
     if kind not in STATIC_TYPES:
         raise UnsupportedModelError(
-            f"rope type {kind!r} changes its frequencies with the position; the decode graph has one table",
+            f"model.rotary_emb: rope type {kind!r} changes its frequencies with the position; the decode graph has one"
+            " table",
             "--graph off runs Hugging Face's modules",
         )
     if kind == "default":

@@ -205,6 +205,23 @@ def lower_bundle(config: dict[str, Any], plan: Any) -> Program:
     return lower(hf_config(config), Inventory.from_plan(plan))
 
 
+def outlook(config: dict[str, Any], plan: Plan) -> str:
+    """One line on how a bundle of this plan will run: on the decode graph, or on modules in torch, and why."""
+    from ktc.errors import UnsupportedModelError
+
+    if plan.uses_cuda():
+        return "decode graph: captured on the GPU when the bundle is loaded"
+    try:
+        program = lower_bundle(config, plan)
+    except UnsupportedModelError as error:
+        return f"no decode graph: {error.message}; this bundle runs on Hugging Face's modules, which is slower"
+    kinds = {"bf16" if n.params["bf16"] else "fp32" for n in program.nodes if n.op in ("gqa", "mla")}
+    return (
+        f"decode graph: {len(program.nodes)} nodes, all native (what no rule matched, on the weights as stored);"
+        f" prefill attention {'/'.join(sorted(kinds))}"
+    )
+
+
 def open_native(
     path: str | Path,
     *,

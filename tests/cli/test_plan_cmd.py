@@ -33,6 +33,27 @@ def test_table_and_json_of_a_directory(tmp_path: Path, capsys: pytest.CaptureFix
     assert "model.layers.47.mlp " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("config", "change", "says"),
+    [
+        ("Qwen3-30B-A3B", {}, "decode graph: 486 nodes, all native (what no rule matched, on the weights as stored);"
+         " prefill attention bf16"),
+        ("GLM-5", {}, "no decode graph: model type 'glm_moe_dsa' has no native decode graph; this bundle runs on"),
+        ("Qwen3-30B-A3B", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+         "no decode graph: model.rotary_emb: rope type 'dynamic' changes"),
+    ],
+)  # fmt: skip
+def test_the_module_that_keeps_a_bundle_off_the_graph_is_named(
+    config: str, change: dict[str, object], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = json.loads((CONFIGS / f"{config}.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    code = run(str(tmp_path), "-r", "bf16")
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert out.splitlines()[-1].startswith(says)
+
+
 def test_a_faulty_recipe_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("- match: {role: moe}\n  replace: {class: ktc.FuzedMoE}\n")

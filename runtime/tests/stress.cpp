@@ -34,16 +34,20 @@ void* counted(size_t bytes, size_t alignment) {
 
 }  // namespace
 
-void* operator new(size_t bytes) { return counted(bytes, alignof(std::max_align_t)); }
-void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+// Not inlined: g++ would take free for the wrong counterpart of new.
+#define COUNTED __attribute__((noinline))
+COUNTED void* operator new(size_t bytes) { return counted(bytes, alignof(std::max_align_t)); }
+COUNTED void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
   g_allocations.fetch_add(1, std::memory_order_relaxed);
   return std::malloc(bytes);
 }
-void* operator new(size_t bytes, std::align_val_t a) { return counted(bytes, static_cast<size_t>(a)); }
-void operator delete(void* p) noexcept { std::free(p); }
-void operator delete(void* p, size_t) noexcept { std::free(p); }
-void operator delete(void* p, std::align_val_t) noexcept { std::free(p); }
-void operator delete(void* p, size_t, std::align_val_t) noexcept { std::free(p); }
+COUNTED void* operator new(size_t bytes, std::align_val_t a) {
+  return counted(bytes, static_cast<size_t>(a));
+}
+COUNTED void operator delete(void* p) noexcept { std::free(p); }
+COUNTED void operator delete(void* p, size_t) noexcept { std::free(p); }
+COUNTED void operator delete(void* p, std::align_val_t) noexcept { std::free(p); }
+COUNTED void operator delete(void* p, size_t, std::align_val_t) noexcept { std::free(p); }
 
 namespace {
 

@@ -20,7 +20,7 @@ constexpr int64_t kRowsPerRead = 64;
 // By experts (moe_call.h): units that each thread must get before experts are given out whole, and rows of
 // one unit: fewer would read its weights too often, more would not leave them room in L2.
 constexpr int64_t kUnitsPerThread = 4;
-constexpr int64_t kMinUnitRows = 64, kMaxUnitRows = 256;
+constexpr int64_t kMinUnitRows = 64, kMaxUnitRows = 512;
 
 // Cost of one 32-row weight block for `rows` rows of activations, in bytes read.
 constexpr int64_t block_cost(int64_t block_bytes, int64_t rows) {

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <set>
 #include <stdexcept>
+#include <utility>
 
 #include "moe_call.h"
 #include "splitting.h"
@@ -85,12 +86,15 @@ Moe::Moe(std::shared_ptr<KernelLib> lib, std::shared_ptr<Pool> pool, MoeOptions 
 }
 
 Moe::~Moe() {
-  for (auto& [ticket, call] : calls_) {
-    try {
-      pool_->wait(call->job);
-    } catch (...) {  // nobody asked for the result
+  for (MoeCall* call = newest_.load(std::memory_order_acquire); call != nullptr;) {
+    if (call->ticket.load(std::memory_order_acquire) > 0) {
+      try {
+        pool_->wait(call->job);
+      } catch (...) {  // nobody asked for the result
+      }
+      pool_->release(call->job);
     }
-    pool_->release(call->job);
+    delete std::exchange(call, call->older);
   }
 }
 
@@ -105,32 +109,38 @@ void Moe::check_ids(int64_t tokens, const int64_t* ids, int64_t k) const {
   }
 }
 
-std::unique_ptr<MoeCall> Moe::take_call() {
-  std::unique_ptr<MoeCall> call;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!idle_.empty()) {
-      call = std::move(idle_.back());
-      idle_.pop_back();
+MoeCall* Moe::take_call() {
+  MoeCall* call = newest_.load(std::memory_order_acquire);
+  for (; call != nullptr; call = call->older) {
+    int64_t state = MoeCall::kFree;
+    if (call->ticket.compare_exchange_strong(state, MoeCall::kTaken, std::memory_order_acq_rel)) break;
+  }
+  if (call == nullptr) {
+    call = new MoeCall(*this);
+    call->older = newest_.load(std::memory_order_relaxed);
+    while (!newest_.compare_exchange_weak(call->older, call, std::memory_order_acq_rel)) {
     }
   }
-  if (!call) call = std::make_unique<MoeCall>(*this);
-  call->job = pool_->acquire();
+  try {
+    call->job = pool_->acquire();
+  } catch (...) {
+    call->ticket.store(MoeCall::kFree, std::memory_order_release);
+    throw;
+  }
   return call;
 }
 
-void Moe::give_back(std::unique_ptr<MoeCall> call) {
+void Moe::give_back(MoeCall* call) {
   pool_->release(call->job);
   call->job = nullptr;
-  const std::lock_guard<std::mutex> lock(mutex_);
-  idle_.push_back(std::move(call));
+  call->ticket.store(MoeCall::kFree, std::memory_order_release);
 }
 
 int64_t Moe::submit(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights,
                     int64_t k) {
   if (k == 0) k = o_.top_k;
   check_ids(tokens, ids, k);
-  std::unique_ptr<MoeCall> call = take_call();
+  MoeCall* const call = take_call();
   try {
     call->lay_out(tokens, k, true);
     for (int64_t t = 0; t < tokens; ++t)
@@ -147,29 +157,27 @@ int64_t Moe::submit(const float* x, int64_t ld_x, int64_t tokens, const int64_t*
     call->add_phases();
     pool_->submit(call->job);
   } catch (...) {
-    give_back(std::move(call));
+    give_back(call);
     throw;
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  calls_.emplace(next_ticket_, std::move(call));
-  return next_ticket_++;
+  const int64_t ticket = next_ticket_.fetch_add(1, std::memory_order_relaxed);
+  call->ticket.store(ticket, std::memory_order_release);
+  return ticket;
 }
 
 // The finished call of a ticket; a task's exception gives the call back and is raised here.
-std::unique_ptr<MoeCall> Moe::finish(int64_t ticket, bool help) {
-  std::unique_ptr<MoeCall> call;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const auto it = calls_.find(ticket);
-    if (it == calls_.end())
-      throw bad("ticket " + std::to_string(ticket) + " was never issued or is already collected");
-    call = std::move(it->second);
-    calls_.erase(it);
+MoeCall* Moe::finish(int64_t ticket, bool help) {
+  MoeCall* call = ticket > 0 ? newest_.load(std::memory_order_acquire) : nullptr;
+  for (; call != nullptr; call = call->older) {
+    int64_t state = ticket;
+    if (call->ticket.compare_exchange_strong(state, MoeCall::kTaken, std::memory_order_acq_rel)) break;
   }
+  if (call == nullptr)
+    throw bad("ticket " + std::to_string(ticket) + " was never issued or is already collected");
   try {
     pool_->wait(call->job, help);
   } catch (...) {
-    give_back(std::move(call));
+    give_back(call);
     throw;
   }
   return call;
@@ -178,17 +186,17 @@ std::unique_ptr<MoeCall> Moe::finish(int64_t ticket, bool help) {
 void Moe::discard(int64_t ticket) { give_back(finish(ticket, true)); }
 
 void Moe::collect(int64_t ticket, float* out, int64_t ld_out, bool help) {
-  std::unique_ptr<MoeCall> call = finish(ticket, help);
+  MoeCall* const call = finish(ticket, help);
   for (int64_t t = 0; t < call->tokens; ++t)
     std::memcpy(out + t * ld_out, call->staged_out + t * o_.hidden, o_.hidden * sizeof(float));
-  give_back(std::move(call));
+  give_back(call);
 }
 
 void Moe::forward(const float* x, int64_t ld_x, int64_t tokens, const int64_t* ids, const float* weights,
                   float* out, int64_t ld_out) {
   check_ids(tokens, ids, o_.top_k);
   if (tokens == 0) return;
-  std::unique_ptr<MoeCall> call = take_call();
+  MoeCall* const call = take_call();
   try {
     call->lay_out(tokens, o_.top_k, false);
     call->x = x;
@@ -201,10 +209,10 @@ void Moe::forward(const float* x, int64_t ld_x, int64_t tokens, const int64_t* i
     pool_->submit(call->job);
     pool_->wait(call->job);
   } catch (...) {
-    give_back(std::move(call));
+    give_back(call);
     throw;
   }
-  give_back(std::move(call));
+  give_back(call);
 }
 
 int64_t Moe::scratch_bytes(int64_t tokens) const { return MoeCall::scratch_bytes(*this, tokens, true); }

@@ -6,10 +6,10 @@
 // (which experts, what weights) is the caller's.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -72,9 +72,9 @@ class Moe {
  private:
   friend struct MoeCall;
 
-  std::unique_ptr<MoeCall> take_call();
-  std::unique_ptr<MoeCall> finish(int64_t ticket, bool help);
-  void give_back(std::unique_ptr<MoeCall> call);
+  MoeCall* take_call();
+  MoeCall* finish(int64_t ticket, bool help);
+  void give_back(MoeCall* call);
   bool can_go_by_experts() const { return !down_store_.empty(); }
   void check_ids(int64_t tokens, const int64_t* ids, int64_t k) const;
 
@@ -88,10 +88,10 @@ class Moe {
   std::vector<KernelChoice> down_store_;  // the same without the sum; empty where calls go by columns only
   int64_t kernel_scratch_ = 0;
 
-  std::mutex mutex_;  // calls_, idle_, next_ticket_
-  std::map<int64_t, std::unique_ptr<MoeCall>> calls_;
-  std::vector<std::unique_ptr<MoeCall>> idle_;
-  int64_t next_ticket_ = 1;
+  // Every call there ever was, linked by MoeCall::older and used again: submit and collect take no lock, and
+  // allocate only until there are as many calls as are ever outstanding at once.
+  std::atomic<MoeCall*> newest_{nullptr};
+  std::atomic<int64_t> next_ticket_{1};
 };
 
 }  // namespace ktc

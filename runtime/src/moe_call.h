@@ -57,6 +57,10 @@ struct MoeCall {
   // Thread-local bytes of an expert task, beside the kernels' own.
   static int64_t expert_scratch(const Moe& moe);
 
+  static constexpr int64_t kFree = 0, kTaken = -1;
+  std::atomic<int64_t> ticket{kTaken};  // or the one under which it is waited for
+  MoeCall* older = nullptr;             // see Moe::newest_
+
   const Moe& m;
   Job* job = nullptr;
 

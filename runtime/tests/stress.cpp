@@ -252,6 +252,22 @@ void queue(int rounds, bool caller_works) {
   require(g_allocations.load() == before, "handing over a job allocates");
 }
 
+// Submit and collect allocate nothing once there are calls enough; two tickets a layer, as with deferred
+// experts.
+void no_allocation(const std::shared_ptr<ktc::KernelLib>& lib, const Layer& layer, int rounds) {
+  const auto moe = layer.build(lib, make_pool({{0, 1}}), ktc::Schedule::kDynamic);
+  const Routed a(1, 1), b(2, 2);
+  std::vector<float> out(2 * kHidden);
+  int64_t before = 0;
+  for (int i = 0; i < rounds; ++i) {
+    if (i == rounds / 2) before = g_allocations.load();
+    const int64_t first = submit(*moe, a), second = submit(*moe, b);
+    moe->collect(first, out.data(), kHidden);
+    moe->collect(second, out.data(), kHidden);
+  }
+  require(g_allocations.load() == before, "a submitted call allocates");
+}
+
 void linears(const std::shared_ptr<ktc::KernelLib>& lib, int rounds) {
   const auto pool = make_pool({{0, 1, 0}});
   const Weights weights(96, 128, 3);
@@ -304,6 +320,7 @@ int main(int argc, char** argv) {
     callers(lib, layer, {{0, 1}, {0}}, schedule, rounds, false);
   }
   device_lane(lib, layer, 10 * rounds);
+  no_allocation(lib, layer, 50 * rounds);
   for (const bool caller_works : {true, false}) queue(100 * rounds, caller_works);
   linears(lib, 5 * rounds);
   buffers(library.c_str());

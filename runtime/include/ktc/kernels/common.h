@@ -77,6 +77,18 @@ KTC_INLINE int32_t load_i32(const uint8_t* p) {
   return v;
 }
 
+/* For weights that stream past once, at every second line `p` of them: a line of each of the next two pages.
+ * Two pages side by side keep more of DRAM at work than one after the other (26 instead of 22 GB/s on two
+ * threads). */
+template <class V>
+KTC_INLINE void prefetch_pages(const uint8_t* p) {
+  constexpr uintptr_t kPage = 4096, kWindow = 2 * kPage;
+  const uintptr_t at = reinterpret_cast<uintptr_t>(p);
+  const uint8_t* line = reinterpret_cast<const uint8_t*>((at & ~(kWindow - 1)) + at % kWindow / 2 + kWindow);
+  V::prefetch(line);
+  V::prefetch(line + kPage);
+}
+
 /* Refuses what a kernel could not survive; the runtime should never be refused. */
 template <class S>
 inline int check(const ktc_gemm_args* a, int epilogue) {

@@ -15,7 +15,6 @@ template <class S, class V, int R>
 KTC_INLINE void bf16_rows(const ktc_gemm_args& a, int epilogue, const uint8_t* tiles, int64_t k, int64_t m,
                           int64_t b, int64_t valid) {
   using F = typename V::F;
-  constexpr int64_t kPrefetch = 4 * kTile;
   const int64_t steps = S::steps(k);
   const uint8_t* x = act_row(a.act, m, steps);
   F acc[R][2][2]; /* [row][half][even, odd] */
@@ -27,10 +26,10 @@ KTC_INLINE void bf16_rows(const ktc_gemm_args& a, int epilogue, const uint8_t* t
     const uint8_t* xs = x + s * kTile;
 #pragma GCC unroll 4
     for (int64_t i = 0; i < 16; ++i) {
+      prefetch_pages<V>(w + 2 * i * kRowBytes);
       F we[2], wo[2];
       for (int h = 0; h < 2; ++h) {
         const uint8_t* p = w + h * kTile + i * kRowBytes;
-        V::prefetch(p + kPrefetch);
         const typename V::B line = V::bload(p);
         we[h] = V::bf16_even(line);
         wo[h] = V::bf16_odd(line);

@@ -20,16 +20,13 @@ struct ByteLines {
   KTC_INLINE void group(int64_t) {}
   KTC_INLINE void line(int64_t l, typename V::B* w0, typename V::B* w1) const {
     const uint8_t* p = tiles + (l / 16) * 2 * kTile + (l % 16) * kRowBytes;
-    V::prefetch(p + kPrefetch);
-    V::prefetch(p + kPrefetch + kTile);
+    prefetch_pages<V>(tiles + 2 * l * kRowBytes);
     *w0 = V::bload(p);
     *w1 = V::bload(p + kTile);
   }
-  static constexpr int64_t kPrefetch = 4 * kTile;
 };
 
-/* Straight from the nibbles: each line is unpacked as it is used. */
-/* Called: the weights are in L2 already. */
+/* Straight from the nibbles: each line is unpacked as it is used. Called: the weights are in L2 already. */
 template <class S, class V, bool Called = false>
 struct NibbleLines {
   const uint8_t* tiles;
@@ -46,7 +43,11 @@ struct NibbleLines {
   }
   KTC_INLINE void line(int64_t l, typename V::B* w0, typename V::B* w1) const {
     const uint8_t* p = tiles + l * kRowBytes;
-    V::prefetch(p + (Called ? kTile : kPrefetch));
+    if (Called) {
+      V::prefetch(p + kTile);
+    } else if (l % 2 == 0) {
+      prefetch_pages<V>(p);
+    }
     if constexpr (S::kCodebook) {
       V::codebook(V::bload(p), m0, m1, w0, w1);
     } else {
@@ -57,7 +58,6 @@ struct NibbleLines {
       }
     }
   }
-  static constexpr int64_t kPrefetch = 4 * kTile;
 };
 
 template <class S>

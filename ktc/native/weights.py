@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle, TensorRef
 
 ALIGN = 64
+PAGE = 4096
+"""Spans keep their place within a page, so that they can be read past the page cache."""
 PACKED_PARTS = ("tiles", "scale", "mult", "bias")
 DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 Key = tuple[int | None, str]
@@ -173,7 +175,7 @@ class BundleWeights:
             if spans and ref.offset == round_up(spans[-1][0] + spans[-1][1], ALIGN):
                 spans[-1][1] = ref.offset + ref.nbytes - spans[-1][0]
             else:
-                spans.append([ref.offset, ref.nbytes, total])
+                spans.append([ref.offset, ref.nbytes, round_up(total, PAGE) + ref.offset % PAGE])
             total = spans[-1][2] + round_up(spans[-1][1], ALIGN)
         buffer = weight_buffer(total, node, file)
         self.buffers.append(buffer)

@@ -4,6 +4,7 @@
 #include <linux/mempolicy.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,7 +20,8 @@
 namespace ktc {
 namespace {
 
-constexpr int64_t kChunk = 8 << 20;  // whole huge pages, so that one thread touches each of them first
+constexpr int64_t kChunk = 8 << 20;     // whole huge pages, so that one thread touches each of them first
+constexpr int64_t kDirectAlign = 4096;  // of memory, offset and size of a direct read
 
 // The id of a node of numa_nodes(); -1 where there is nothing to choose between.
 int id_of(int node) {
@@ -40,7 +42,8 @@ std::string bind_to_node(void* data, int64_t nbytes, int id) {
 
 class File {
  public:
-  explicit File(const std::string& path) : fd_(open(path.c_str(), O_RDONLY | O_CLOEXEC)) {}
+  explicit File(const std::string& path, int flags = 0)
+      : fd_(open(path.c_str(), O_RDONLY | O_CLOEXEC | flags)) {}
   ~File() {
     if (fd_ >= 0) ::close(fd_);
   }
@@ -55,6 +58,7 @@ class File {
 struct Read {
   const std::string* path;
   int fd;
+  int direct_fd;  // the same file past the page cache; -1 where that cannot be
   uint8_t* dst;
   int64_t file_offset, nbytes;
   std::vector<std::pair<int64_t, int64_t>> ranges;  // chunks [first, last) of each pool node
@@ -71,14 +75,34 @@ int64_t file_end(int fd, int64_t at) {
   return fstat(fd, &st) == 0 && S_ISREG(st.st_mode) ? std::min<int64_t>(at, st.st_size) : at;
 }
 
+// Whether the page at `offset` is in the page cache already. Not sure counts as yes.
+bool is_cached(int fd, int64_t offset) {
+  char page[kDirectAlign];
+  iovec to{page, sizeof page};
+  return preadv2(fd, &to, 1, offset, RWF_NOWAIT) >= 0 || errno != EAGAIN;
+}
+
 void read_chunk(void* context, const Task& task) {
   const Read& r = *static_cast<const Read*>(context);
   const int64_t chunk = r.ranges[task.node].first + task.index;
   int64_t at = chunk == 0 ? 0 : r.head + (chunk - 1) * kChunk;
   const int64_t end = std::min(r.nbytes, r.head + chunk * kChunk);
+  // A file that is not cached is read past the cache: half the copying, and memory is not filled twice with
+  // weights.
+  const bool fits = (reinterpret_cast<uintptr_t>(r.dst) + at) % kDirectAlign == 0 &&
+                    (r.file_offset + at) % kDirectAlign == 0;
+  bool direct = r.direct_fd >= 0 && fits && !is_cached(r.fd, r.file_offset + at);
   while (at < end) {
-    const ssize_t got = pread(r.fd, r.dst + at, end - at, r.file_offset + at);
+    const int64_t whole = (end - at) / kDirectAlign * kDirectAlign;
+    direct = direct && whole > 0;
+    const ssize_t got =
+        pread(direct ? r.direct_fd : r.fd, r.dst + at, direct ? whole : end - at, r.file_offset + at);
     if (got < 0 && errno == EINTR) continue;
+    if (direct && (got <= 0 || got % kDirectAlign !=
+                                   0)) {  // not here, or the file ends: the other way says what is wrong
+      direct = false;
+      continue;
+    }
     if (got < 0)
       throw read_error(*r.path, r.file_offset + at, std::string("read failed: ") + std::strerror(errno));
     if (got == 0) throw read_error(*r.path, file_end(r.fd, r.file_offset + at), "file ends too early");
@@ -106,7 +130,10 @@ void HugeBuffer::read_file(const std::string& path, int64_t file_offset, int64_t
   if (file.fd() < 0) throw read_error(path, file_offset, std::string("cannot open: ") + std::strerror(errno));
   if (nbytes == 0) return;
 
-  Read read{&path, file.fd(), mapping_.data() + dst_offset, file_offset, nbytes, {}, 0};
+  const File direct(path, O_DIRECT);
+  if (direct.fd() >= 0)
+    posix_fadvise(file.fd(), 0, 0, POSIX_FADV_RANDOM);  // is_cached must not start a readahead
+  Read read{&path, file.fd(), direct.fd(), mapping_.data() + dst_offset, file_offset, nbytes, {}, 0};
   read.head = std::min(nbytes, kChunk - dst_offset % kChunk);
   const int64_t chunks = 1 + (nbytes - read.head + kChunk - 1) / kChunk;
   Job* job = pool.acquire();

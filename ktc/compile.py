@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from ktc.bundle import emit, manifest
 from ktc.bundle.finish import finish_bundle
 from ktc.bundle.model_files import licence_of, model_files
 from ktc.errors import BuildError, KtcError
-from ktc.host import git_revision
+from ktc.host import git_revision, peak_rss
 from ktc.layout import LAYOUT_VERSION
 from ktc.pack import pipeline
 from ktc.pack.device import DeviceShard, plan_device
@@ -269,7 +268,7 @@ def compile_checkpoint(
         variants=tuple(c.kernels.variants) if c.kernels else (),
         source_bytes=c.packed_bytes,
         seconds=c.packed_seconds,
-        peak_rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_rss=peak_rss() or 0,
         resumed=c.journal.resumed,
     )
 

@@ -37,6 +37,16 @@ class Host:
     cuda: bool
 
 
+def peak_rss() -> int | None:
+    """Most bytes that this process has had resident. `getrusage` will not do: a process that a large one started
+    inherits its peak."""
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("VmHWM:")), None)
+
+
 def this_host() -> Host:
     """The machine this process runs on."""
     from ktc import _runtime

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle
     from ktc.engine.build import Kernels
     from ktc.engine.weights import WeightStore
+    from ktc.plan.ir import Plan
 
 
 def load(
@@ -84,7 +85,10 @@ def load(
     report.tuning = str(tuning)
     report.seconds = time.perf_counter() - started
     report.placement = store.placement()
-    report.degraded = degraded = degraded + slower + kernels.notes + pool.warnings() + misplaced(report.placement)
+    degraded = degraded + slower + kernels.notes + pool.warnings() + misplaced(report.placement)
+    if not opened.plan.uses_cuda() and _defers(opened.plan):
+        degraded.append("the recipe defers experts, which only the decode graph does: here all are immediate")
+    report.degraded = degraded
     if strict and degraded:
         raise KtcError("strict: " + "; ".join(degraded), "leave out --strict to run all the same")
     model.ktc_report = report
@@ -159,3 +163,8 @@ def set_generation_config(model: Any, bundle: Bundle) -> None:
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_dict(bundle.read_object("model/generation_config.json"))
+
+
+def _defers(plan: Plan) -> bool:
+    counts = [m.moe.n_deferred_experts for m in plan.moe_modules() if m.moe is not None]
+    return any(isinstance(n, int) and n > 0 for n in counts)

@@ -269,6 +269,8 @@ def open_native(
     lib, slower = open_kernels(bundle, variant, trust_sha256, kernel_library)
     cpus = pools.place(_runtime.numa_nodes(), bundle.plan.nodes, threads, emulate_nodes)
     pool = pools.get_pool(cpus, caller_works)
+    if context is not None and context > program.context:
+        degraded.append(f"a context of {context} positions was asked for; the model has {program.context}")
     context = min(context or DEFAULT_CONTEXT, program.context)
     total = sum(ref.nbytes for ref in wanted_tensors(bundle, program).values())
     if check_memory:

@@ -292,3 +292,20 @@ def test_m6_kernels_that_could_not_be_built_are_missed(
     result = ok(run(short_bundle, "-p", "x", "--max-tokens", 2, "--graph", graph))
     assert "ktc: note: portable kernels, but this CPU runs " in result.stderr
     assert "portable kernels, but" in str(run(short_bundle, "-p", "x", "--graph", graph, "--strict").exception)
+
+
+def test_what_was_asked_for_and_is_not_done_is_said(folder: Path, short_bundle: Path) -> None:
+    from ktc.compile import compile_checkpoint
+
+    recipe = folder / "deferring.yaml"
+    text = (Path(__file__).resolve().parents[2] / "recipes" / "int4.yaml").read_text()
+    recipe.write_text(text.replace("n_deferred_experts: 0", "n_deferred_experts: 1"))
+    checkpoint = make_tiny("deepseek_v3", folder / "deferring", tokenizer="byte", num_experts_per_tok=4, topk_group=4)
+    compile_checkpoint(checkpoint, str(recipe), folder / "deferring.ktc", variants=(), jobs=1)
+    deferring = (folder / "deferring.ktc", "-p", "ab", "--max-tokens", 2)
+    assert "defers" not in ok(run(*deferring)).stderr
+    assert "note: the recipe defers experts" in ok(run(*deferring, "--graph", "off")).stderr
+    strict = run(*deferring, "--graph", "off", "--strict").exception
+    assert isinstance(strict, KtcError) and "the recipe defers experts" in str(strict)
+    long = ok(run(short_bundle, "-p", "ab", "--max-tokens", 2, "--context", 1000)).stderr
+    assert "a context of 1000 positions was asked for; the model has 48" in long

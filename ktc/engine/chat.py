@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ktc.errors import KtcError
+from ktc.errors import BundleError, KtcError
 
 Message = dict[str, str]
 
@@ -18,11 +18,14 @@ def require_tokenizer(folder: Path) -> None:
     """Say at once, before any weights are read, that there is no tokenizer.
 
     Raises:
-        KtcError: `folder` (a bundle's `model/`) holds none.
+        KtcError: `folder` (a bundle's `model/`) holds none; a BundleError if the manifest names one.
     """
     if not any(
         (folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
     ):
+        manifest = folder.parent / "manifest.json"
+        if manifest.is_file() and b'"model/tokenizer' in manifest.read_bytes():
+            raise BundleError(f"the tokenizer of {folder.parent} is missing from {folder}", "copy the bundle again")
         raise KtcError(
             f"no tokenizer in {folder}",
             "the checkpoint had none; put its tokenizer files beside config.json and compile again",

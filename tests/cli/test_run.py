@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 from ktc.cli.run_cmd import command
 from ktc.codegen.variants import runnable
-from ktc.errors import KtcError
+from ktc.errors import BundleError, KtcError
 from ktc.host import this_host
 from tests.bundle.conftest import relist
 from tests.tiny import make_tiny
@@ -309,3 +309,11 @@ def test_what_was_asked_for_and_is_not_done_is_said(folder: Path, short_bundle: 
     assert isinstance(strict, KtcError) and "the recipe defers experts" in str(strict)
     long = ok(run(short_bundle, "-p", "ab", "--max-tokens", 2, "--context", 1000)).stderr
     assert "a context of 1000 positions was asked for; the model has 48" in long
+
+
+def test_a_tokenizer_that_went_missing(folder: Path, short_bundle: Path) -> None:
+    broken = folder / "no-tokenizer.ktc"
+    shutil.copytree(short_bundle, broken)
+    (broken / "model" / "tokenizer.json").unlink()
+    error = run(broken, "-p", "ab").exception
+    assert isinstance(error, BundleError) and "missing" in error.message

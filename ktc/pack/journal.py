@@ -167,6 +167,8 @@ class Journal:
 
     def add(self, name: str, digest: FileDigest) -> None:
         """Record a finished shard (`name` relative to the bundle). Call from one thread at a time."""
+        if self.finished.get(name) == digest:  # a layer of several shards, made again because one of them was missing
+            return
         try:
             self._file.write(json.dumps(_line(name, digest)) + "\n")
             self._file.flush()

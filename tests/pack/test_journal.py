@@ -162,3 +162,12 @@ def test_folders_where_files_belong_are_said(tmp_path: Path, name: str) -> None:
     (partial_dir(out) / name).mkdir()
     with pytest.raises((BundleError, DiskError), match=r"m\.ktc\.partial"):
         Journal(out, KEY)
+
+
+def test_a_shard_made_again_is_listed_once(tmp_path: Path) -> None:
+    # A layer has a shard per node: with one of them missing, all are made again.
+    out = tmp_path / "m.ktc"
+    start(out, "node0", "node1")
+    start(out, "node0", "node1", "node2")
+    files = [json.loads(line).get("file") for line in (partial_dir(out) / "journal.jsonl").read_text().splitlines()]
+    assert files == [None, "node0", "node1", "node2"]

@@ -98,8 +98,8 @@ void read_chunk(void* context, const Task& task) {
     const ssize_t got =
         pread(direct ? r.direct_fd : r.fd, r.dst + at, direct ? whole : end - at, r.file_offset + at);
     if (got < 0 && errno == EINTR) continue;
-    if (direct && (got <= 0 || got % kDirectAlign !=
-                                   0)) {  // not here, or the file ends: the other way says what is wrong
+    // Not possible here, or the file ends: the other way says what is wrong.
+    if (direct && (got <= 0 || got % kDirectAlign != 0)) {
       direct = false;
       continue;
     }

@@ -117,6 +117,18 @@ int64_t gqa_scratch(const GqaShape& s, int threads, int64_t max_rows) {
   return tiles ? std::max(by_rows, prefill_floats(s.prefill, shape, max_rows, threads)) : by_rows;
 }
 
+// `query(head, pair, row)` makes the query of a pair; it outlives the call.
+template <typename Query>
+static const char* by_tiles(const Tiles& tiles, const Parallel& parallel, PrefillCall& call,
+                            const Query& query) {
+  call.context = &query;
+  call.query = [](const void* context, int64_t head, int64_t pair, float* row) {
+    (*static_cast<const Query*>(context))(head, pair, row);
+  };
+  prefill(tiles, parallel, call);
+  return tiles.name;
+}
+
 const char* gqa(const Table& table, const Parallel& parallel, const GqaShape& s, const GqaCall& c) {
   const int64_t d = s.head_dim, group = s.heads / s.kv_heads;
   const auto prepare = [&](const float* x, const float* norm, int64_t t, bool rotate, float* y) {
@@ -170,12 +182,7 @@ const char* gqa(const Table& table, const Parallel& parallel, const GqaShape& s,
   call.out = c.out;
   call.ld_out = s.heads * d;
   call.scratch = c.scratch;
-  call.context = &query;
-  call.query = [](const void* context, int64_t head, int64_t pair, float* row) {
-    (*static_cast<decltype(&query)>(context))(head, pair, row);
-  };
-  prefill(*tiles, parallel, call);
-  return tiles->name;
+  return by_tiles(*tiles, parallel, call, query);
 }
 
 int64_t mla_scratch(const MlaShape& s, int threads, int64_t max_rows) {
@@ -215,12 +222,7 @@ const char* mla(const Table& table, const Parallel& parallel, const MlaShape& s,
     call.out = c.out;
     call.ld_out = s.heads * s.v_dim;
     call.scratch = c.scratch;
-    call.context = &query;
-    call.query = [](const void* context, int64_t head, int64_t pair, float* row) {
-      (*static_cast<decltype(&query)>(context))(head, pair, row);
-    };
-    prefill(*tiles, parallel, call);
-    return tiles->name;
+    return by_tiles(*tiles, parallel, call, query);
   }
   const int64_t step = std::max<int64_t>(1, kMlaPairs / s.heads);
   float* const q = c.scratch + attention_scratch(parallel.threads, s.rank);

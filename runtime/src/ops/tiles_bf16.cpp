@@ -13,27 +13,22 @@ namespace ktc::ops {
 
 extern const Tiles kTiles_avx512_bf16, kTiles_amx;
 
-const Tiles kTiles_avx512_bf16 = {"avx512_bf16",
-                                  true,
-                                  1.44269504f,
-                                  bf16_pack_queries,
-                                  bf16_begin,
-                                  bf16_pack_keys,
-                                  bf16_pack_weights,
-                                  bf16_pack_latents,
-                                  bf16_expand<Avx512Product>,
-                                  bf16_attend<Avx512Product>,
-                                  bf16_finish};
-const Tiles kTiles_amx = {"amx",
-                          true,
-                          1.44269504f,
-                          bf16_pack_queries,
-                          bf16_begin,
-                          bf16_pack_keys,
-                          bf16_pack_weights,
-                          bf16_pack_latents,
-                          bf16_expand<AmxProduct>,
-                          bf16_attend<AmxProduct>,
-                          bf16_finish};
+template <typename Product>
+static constexpr Tiles bf16_tiles(const char* name) {
+  return {name,
+          true,
+          1.44269504f,
+          bf16_pack_queries,
+          bf16_begin,
+          bf16_pack_keys,
+          bf16_pack_weights,
+          bf16_pack_latents,
+          bf16_expand<Product>,
+          bf16_attend<Product>,
+          bf16_finish};
+}
+
+constexpr Tiles kTiles_avx512_bf16 = bf16_tiles<Avx512Product>("avx512_bf16");
+constexpr Tiles kTiles_amx = bf16_tiles<AmxProduct>("amx");
 
 }  // namespace ktc::ops

@@ -20,7 +20,7 @@ import ktc
 from ktc.bundle import emit, manifest
 from ktc.bundle.finish import finish_bundle
 from ktc.bundle.model_files import licence_of, model_files
-from ktc.errors import BuildError, KtcError
+from ktc.errors import BuildError, RecipeError, UnsupportedModelError
 from ktc.host import git_revision, peak_rss
 from ktc.layout import LAYOUT_VERSION
 from ktc.pack import pipeline
@@ -119,7 +119,7 @@ def plan(c: Compilation) -> None:
     rules = tuple(replace(rule, where=re.sub(r"\([^()]*/", "(", rule.where)) for rule in made.rules)
     c.plan = replace(made, rules=rules)
     if not c.plan.moe_modules():
-        raise KtcError(
+        raise RecipeError(
             f"recipe {c.recipe.file} turns no MoE block into ktc.FusedMoE, so there is nothing to compile",
             "add a rule with match: {role: moe} and replace: {class: ktc.FusedMoE}",
         )
@@ -304,7 +304,6 @@ def _kernel_bytes(c: Compilation) -> int:
 
 def _add_graph(c: Compilation) -> None:
     """The decode graph; a family or config without one runs on Hugging Face's modules, and that is said."""
-    from ktc.errors import UnsupportedModelError
     from ktc.native.engine import PROGRAM_FILE, lower_bundle, outlook
 
     if c.plan.uses_cuda():  # its decode step is captured as a CUDA graph when the bundle is loaded

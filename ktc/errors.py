@@ -15,7 +15,7 @@ class KtcError(Exception):
         hint: what to do about it, as one sentence or command; shown on its own line.
     """
 
-    exit_code = 1
+    exit_code = 1  # the codes are listed in docs/cli.md
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -24,6 +24,13 @@ class KtcError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+
+class UsageError(KtcError):
+    """What was asked for cannot be: an option, argument or input text that is wrong in itself, beside the others, or
+    for this model."""
+
+    exit_code = 2
 
 
 class CheckpointError(KtcError):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ktc.bundle.reader import Bundle
-from ktc.errors import BuildError, BundleError, DiskError, KtcError
+from ktc.errors import BuildError, BundleError, DiskError, KtcError, UsageError
 from ktc.host import Host, this_host
 from ktc.layout import ABI_VERSION, LAYOUT_VERSION
 
@@ -62,19 +62,20 @@ def kernel_for_host(
         variant: which one; None = the best that this CPU runs and that can be had.
         trust_sha256: hashes of libraries in the bundle that the user vouches for.
     Raises:
-        BundleError: the CPU lacks what `variant` needs (nothing is opened: never SIGILL), a hash that is
-            none, or a library that is not what the manifest says.
+        UsageError: no such variant, or a hash that is none.
+        BundleError: the CPU lacks what `variant` needs (nothing is opened: never SIGILL), or a library that is not
+            what the manifest says.
         BuildError: no library is trusted and none can be built.
     """
     from ktc.codegen.variants import VARIANTS, runnable
 
     for digest in trust_sha256:
         if not re.fullmatch(r"[0-9a-f]{64}", digest):
-            raise BundleError(f"--trust-kernel {digest}: not a sha256", "it is 64 hexadecimal digits in lower case")
+            raise UsageError(f"--trust-kernel {digest}: not a sha256", "it is 64 hexadecimal digits in lower case")
     host = host or this_host()
     if variant is not None:
         if variant not in VARIANTS:
-            raise BundleError(f"no kernel variant {variant!r}", f"there are {', '.join(VARIANTS)}")
+            raise UsageError(f"no kernel variant {variant!r}", f"there are {', '.join(VARIANTS)}")
         missing = sorted(set(VARIANTS[variant].required_features) - host.features)
         if missing:
             raise BundleError(

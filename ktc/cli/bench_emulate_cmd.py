@@ -12,7 +12,8 @@ import click
 
 from ktc.cli.emulate_options import DEVICE_HELP
 from ktc.cli.engine_options import engine_options
-from ktc.errors import KtcError
+from ktc.drawing import check_picture
+from ktc.errors import UsageError
 from ktc.progress import set_verbosity
 
 if TYPE_CHECKING:
@@ -98,10 +99,11 @@ def command(
     from ktc.perf.shapes import MoeShape
 
     set_verbosity(verbose)
+    check_picture(sweep["plot"])
     options = _options(sweep, seed)
     hardware = parse_device(f"{PREFIX}{profile}")
     if top_k > experts:
-        raise KtcError(f"top {top_k} of {experts} experts is impossible")
+        raise UsageError(f"top {top_k} of {experts} experts is impossible")
     shape = MoeShape("stack", experts, hidden, intermediate, top_k)
     graph, plan = build_stack(
         StackOptions(
@@ -138,6 +140,7 @@ def bundle_command(bundle: Path, device: str, prompt: int, verbose: int, **optio
     names = ("deferred", "steps", "repeats", "shares", "cached", "trace", "plot", "save_profile", "as_json")
     sweep = {name: options.pop(name) for name in names}
     set_verbosity(verbose)
+    check_picture(sweep["plot"])
     asked = _options(sweep, 0, prompt)
     model = open_emulated(bundle, parse_device(device), context=prompt + asked.steps, **options)
     model.lane.retime(model.hardware, sweep["cached"])
@@ -154,7 +157,7 @@ def _options(sweep: dict[str, Any], seed: int, prompt: int = 8) -> Any:
     text = sweep["deferred"]
     parts = None if text is None else text.replace(",", " ").split()
     if parts is not None and not all(p.isdigit() for p in parts):
-        raise KtcError(f"--deferred {text!r} is not a list of numbers", "for example --deferred 2,3")
+        raise UsageError(f"--deferred {text!r} is not a list of numbers", "for example --deferred 2,3")
     return SweepOptions(
         deferred=None if parts is None else [int(p) for p in parts],
         steps=sweep["steps"],

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from ktc.errors import KtcError
+from ktc.drawing import check_picture
+from ktc.errors import UsageError
 from ktc.progress import set_verbosity, verbosity
 
 
@@ -18,7 +19,7 @@ def _list(text: str) -> list[str]:
 def _counts(text: str) -> list[int]:
     parts = _list(text)
     if not parts or not all(p.isdigit() and int(p) > 0 for p in parts):
-        raise KtcError(f"--tokens {text!r} is not a list of positive numbers", "for example --tokens 1,16,1024")
+        raise UsageError(f"--tokens {text!r} is not a list of positive numbers", "for example --tokens 1,16,1024")
     return [int(p) for p in parts]
 
 
@@ -61,6 +62,11 @@ def command(
 ) -> None:
     """Measure the routed experts' kernels, interleaved with PyTorch's and with the machine's limits."""
     set_verbosity(verbose)
+    if breakdown and plot_path is not None:
+        raise UsageError("--plot draws the comparison, not the breakdown")
+    if emulate_nodes is not None and not breakdown:
+        raise UsageError("--emulate-nodes is for --breakdown")
+    check_picture(plot_path)
     from ktc.perf import breakdown as steps
     from ktc.perf import kernel_bench, report
     from ktc.perf.shapes import parse_shape
@@ -82,18 +88,16 @@ def command(
         seed=seed,
     )
     if breakdown:
-        if plot_path is not None:
-            raise KtcError("--plot draws the comparison, not the breakdown")
         broken = steps.run(options, emulate_nodes, say=_say)
         text, record = report.render_breakdown(broken, form), report.render_breakdown(broken, "json")
     else:
         found = kernel_bench.run(options, say=_say)
         text, record = report.render(found, form), report.render(found, "json")
-        if plot_path is not None:
-            from ktc.perf.plot import plot
+    click.echo(text)  # first: whatever is wrong with the files, the figures are not lost
+    if plot_path is not None:
+        from ktc.perf.plot import plot
 
-            plot(found, plot_path)
-    click.echo(text)
+        plot(found, plot_path)
     if save_path is not None:
         from ktc.codegen.cache import write_atomic
 

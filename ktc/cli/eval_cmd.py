@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ktc.cli.engine_options import engine_options
-from ktc.errors import KtcError, UnsupportedModelError
+from ktc.drawing import check_picture
+from ktc.errors import UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
     from ktc.eval.sources import Source
@@ -56,6 +57,7 @@ def command(
         raise click.UsageError("--table runs every number: leave out --deferred and --skip")
     if plot_file is not None and not table:
         raise click.UsageError("--plot draws --table")
+    check_picture(plot_file)
     text = read_text(text_file, limit)
 
     from ktc.cli.graph_options import load_native
@@ -72,14 +74,14 @@ def command(
         settings = settings_of_table(model.graph.program)
     source = None if reference is None else _reference(reference, window, options)
     scores = evaluate(model, windows, settings, source)
+    label = source.label if source else None
+    if as_json:
+        about = {"bundle": str(bundle), "text": str(text_file), "window": window, "kernels": model.ktc_report.variant}
+        click.echo(json.dumps({**about, "reference": label, "results": report.rows(scores)}, indent=2))
+    else:
+        click.echo(report.markdown(scores, label))
     if plot_file is not None:
         report.plot({bundle.name.removesuffix(".ktc"): scores}, plot_file)
-    if not as_json:
-        click.echo(report.markdown(scores, source.label if source else None))
-        return
-    about = {"bundle": str(bundle), "text": str(text_file), "window": window, "kernels": model.ktc_report.variant}
-    label = source.label if source else None
-    click.echo(json.dumps({**about, "reference": label, "results": report.rows(scores)}, indent=2))
 
 
 def read_text(file: Path, limit: int | None) -> str:
@@ -89,9 +91,9 @@ def read_text(file: Path, limit: int | None) -> str:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
         return data.decode("utf-8")[:limit]
     except OSError as error:
-        raise KtcError(f"cannot read the text: {file}: {error.strerror}") from error
+        raise UsageError(f"cannot read the text: {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise KtcError(f"{file} is not UTF-8: byte {error.start}", "convert it with iconv") from error
+        raise UsageError(f"{file} is not UTF-8: byte {error.start}", "convert it with iconv") from error
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import click
 
 from ktc.cli.engine_options import engine_options
 from ktc.cli.eval_cmd import read_text
-from ktc.errors import KtcError
+from ktc.drawing import check_picture
+from ktc.errors import UsageError
 
 
 @click.command("profile")
@@ -42,6 +43,7 @@ def command(
 
     A recipe with hot_experts and hot_profile puts the most used ones on a GPU: docs/recipes.md.
     """
+    check_picture(plot_file)
     text = read_text(text_file, limit)
 
     from ktc.eval import expert_use_report as report
@@ -53,7 +55,7 @@ def command(
     tokenizer = load_tokenizer(Path(model.ktc_report.bundle) / "model")
     context = min(getattr(model, "context", 1 << 30), model.config.max_position_embeddings or 1 << 30)
     if window is not None and window > context:
-        raise KtcError(f"a window of {window} tokens does not fit the context of {context}", "use --window")
+        raise UsageError(f"a window of {window} tokens does not fit the context of {context}", "use --window")
     ids = text_ids(tokenizer, text)
     windows = windows_of(ids, window or min(WINDOW, context), tokenizer.bos_token_id)
     windows = [part[:context] for part in windows]  # with BOS one may be a token too long

@@ -19,7 +19,7 @@ from ktc.cli.emulate_options import device_options, finish_emulated, load_emulat
 from ktc.cli.engine_options import engine_options, load_model
 from ktc.cli.graph_options import graph_options, load_native, wants_graph
 from ktc.cuda.device import wants_cuda
-from ktc.errors import KtcError
+from ktc.errors import KtcError, UsageError
 
 if TYPE_CHECKING:
     from ktc.engine.generate import Generation, TextGenerator
@@ -86,7 +86,7 @@ def command(
     text = _prompt(_utf8(prompt), file)
     system, stop = _utf8(system), tuple(_utf8(s) or s for s in stop)
     if text is not None and not text:
-        raise KtcError("the prompt is empty", "give some text with -p, -f or on stdin")
+        raise UsageError("the prompt is empty", "give some text with -p, -f or on stdin")
     if text is None and as_json:
         raise click.UsageError("--json needs a prompt: -p, -f or stdin")
     if trace is not None and device is None:
@@ -165,7 +165,7 @@ def _utf8(argument: str | None) -> str | None:
     try:
         return os.fsencode(argument).decode("utf-8") if _SURROGATE.search(argument) else argument
     except UnicodeDecodeError as error:
-        raise KtcError(
+        raise UsageError(
             f"the text {argument[:80]!a} is not UTF-8: byte {error.start}", "convert it with iconv"
         ) from error
 
@@ -182,12 +182,12 @@ def _prompt(prompt: str | None, file: Path | None) -> str | None:
             stream = sys.stdin.buffer if stdin else stack.enter_context(file.open("rb"))  # type: ignore[union-attr]
             data = stream.read(MAX_PROMPT_BYTES + 1)
         if len(data) > MAX_PROMPT_BYTES:
-            raise KtcError(f"the prompt is larger than {MAX_PROMPT_BYTES >> 20} MiB", "is this the right file?")
+            raise UsageError(f"the prompt is larger than {MAX_PROMPT_BYTES >> 20} MiB", "is this the right file?")
         return data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except OSError as error:
-        raise KtcError(f"cannot read the prompt: {error}") from error
+        raise UsageError(f"cannot read the prompt: {error}") from error
     except UnicodeDecodeError as error:
-        raise KtcError(f"the prompt is not UTF-8: byte {error.start}", "convert it with iconv") from error
+        raise UsageError(f"the prompt is not UTF-8: byte {error.start}", "convert it with iconv") from error
 
 
 def _write(text: str) -> None:

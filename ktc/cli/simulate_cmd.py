@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ktc.drawing import check_picture
 from ktc.progress import set_verbosity, status
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def command(
     from ktc.simulate import report as report_
 
     set_verbosity(verbose)
+    check_picture(plot)
     profile = load_profile(hardware)  # first: a typing mistake must not wait for torch
     profile.kernels(kernels)
     plan = _plan(model, recipe, profile, numa)

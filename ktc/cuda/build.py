@@ -20,7 +20,7 @@ from ktc.cuda.linear import LaneLinear, PackedParts
 from ktc.cuda.mla import LaneMLAAttention
 from ktc.engine import build
 from ktc.engine.moe import KtcFusedMoE
-from ktc.errors import BundleError, KtcError
+from ktc.errors import BundleError, KtcError, UsageError
 from ktc.models.family import Family
 from ktc.plan.ir import ModulePlan, Plan
 
@@ -37,12 +37,12 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 def compute_dtype(name: str | None) -> torch.dtype:
     """
     Raises:
-        KtcError: not bf16, fp16 or fp32.
+        UsageError: not bf16, fp16 or fp32.
     """
     try:
         return DTYPES[name or "bf16"]
     except KeyError:
-        raise KtcError(f"the device computes in bf16, fp16 or fp32, not {name}") from None
+        raise UsageError(f"the device computes in bf16, fp16 or fp32, not {name}") from None
 
 
 def replace_modules(model: nn.Module, plan: Plan, family: Family) -> None:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktc.errors import KtcError
+from ktc.errors import BundleError, KtcError
 
 if TYPE_CHECKING:
     from ktc.plan.ir import ModulePlan, Plan
@@ -36,20 +36,20 @@ def lane_device(plan: Plan) -> str | None:
     Modules that no rule decides, and everything inside a MoE block but its experts, follow the rest of the model.
 
     Raises:
-        KtcError: several devices, or a module that a rule puts on the CPU in a model that is on the GPU.
+        BundleError: several devices, or a module that a rule puts on the CPU in a model that is on the GPU.
     """
     used = sorted({m.device for m in plan.modules if m.device != "cpu"})
     if not used:
         return None
     if len(used) > 1:
-        raise KtcError(
+        raise BundleError(
             f"the plan spreads the model over {', '.join(used)}; ktc runs on one GPU so far",
             f"put every rule on device: {used[0]}",
         )
     for module in plan.modules:
         if module.device == "cpu" and _decided(plan, module):
             assert module.rule is not None
-            raise KtcError(
+            raise BundleError(
                 f"{module.name} is on the cpu ({plan.rules[module.rule].where}) and the rest of the model on {used[0]};"
                 " only routed experts can stay behind",
                 f"give that rule device: {used[0]}, or leave its device out",
@@ -68,7 +68,8 @@ def open_device(name: str) -> Any:
     """`torch.device` of "cuda:N", checked.
 
     Raises:
-        KtcError: no such device, or a torch without CUDA; it says which.
+        BundleError: no such device here, or one too old.
+        KtcError: a torch without CUDA.
     """
     import torch
 
@@ -78,16 +79,18 @@ def open_device(name: str) -> Any:
             "install torch with CUDA (pip install torch --index-url https://download.pytorch.org/whl/cu130)",
         )
     if not torch.cuda.is_available():
-        raise KtcError(f"the bundle runs on {name}, and torch finds no usable CUDA device here", _ELSEWHERE)
+        raise BundleError(f"the bundle runs on {name}, and torch finds no usable CUDA device here", _ELSEWHERE)
     device = torch.device(name)
     count = torch.cuda.device_count()
     if (device.index or 0) >= count:
-        raise KtcError(
+        raise BundleError(
             f"the bundle runs on {name}, and this machine has {count} CUDA device{'s' * (count != 1)}",
             "compile the checkpoint again with a device that exists",
         )
     if torch.cuda.get_device_capability(device) < (8, 0):
-        raise KtcError(f"{name} is {torch.cuda.get_device_name(device)}; compute capability 8.0 is needed", _ELSEWHERE)
+        raise BundleError(
+            f"{name} is {torch.cuda.get_device_name(device)}; compute capability 8.0 is needed", _ELSEWHERE
+        )
     return device
 
 

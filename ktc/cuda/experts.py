@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ktc.cuda.hot import ELSEWHERE, HotExperts
-from ktc.errors import KtcError
+from ktc.errors import KtcError, UsageError
 
 CUDART = ""
 """Path of libcudart; "" = the one that torch has loaded."""
@@ -170,19 +170,19 @@ class ExpertLane:
 def check_split(top_k: int, deferred: int, skipped: int) -> None:
     """
     Raises:
-        KtcError: not a way to divide `top_k` experts of a token.
+        UsageError: not a way to divide `top_k` experts of a token.
     """
     if deferred < 0 or skipped < 0:
-        raise KtcError("the numbers of deferred and skipped experts cannot be negative")
+        raise UsageError("the numbers of deferred and skipped experts cannot be negative")
     if deferred and top_k - deferred < MIN_IMMEDIATE_EXPERTS:
-        raise KtcError(
+        raise UsageError(
             f"deferring {deferred} of {top_k} experts leaves fewer than {MIN_IMMEDIATE_EXPERTS} immediate",
             f"use --deferred {max(0, top_k - MIN_IMMEDIATE_EXPERTS)} or less",
         )
     if deferred and skipped:
-        raise KtcError("experts are deferred or skipped, not both", "leave out --deferred or --skip")
+        raise UsageError("experts are deferred or skipped, not both", "leave out --deferred or --skip")
     if skipped >= top_k:
-        raise KtcError(f"skipping {skipped} of {top_k} experts leaves none")
+        raise UsageError(f"skipping {skipped} of {top_k} experts leaves none")
 
 
 class LayerExperts:

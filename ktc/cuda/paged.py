@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ktc.cuda.mla import LaneMLAAttention, decoding_latent
-from ktc.errors import KtcError
+from ktc.errors import UsageError
 
 PAGE = 64
 """Positions of a page; a session's caches have a whole number of them."""
@@ -46,10 +46,10 @@ def make_attention(choice: str, model: Any, context: int, windows: list[int]) ->
     Returns:
         FlashInfer's attention, planned once, or None for torch's; and the choice in words, for the report.
     Raises:
-        KtcError: "flashinfer" where it cannot be used; it says why.
+        UsageError: "flashinfer" where it cannot be used; it says why.
     """
     if choice not in CHOICES:
-        raise KtcError(f"attention {choice!r} is not one of {', '.join(CHOICES)}")
+        raise UsageError(f"attention {choice!r} is not one of {', '.join(CHOICES)}")
     if choice == "torch":
         return None, "torch"
     reason = unusable(model)
@@ -60,7 +60,7 @@ def make_attention(choice: str, model: Any, context: int, windows: list[int]) ->
         except Exception as error:  # kernels are compiled at the first plan, and any of it may fail
             reason = f"FlashInfer cannot be planned: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if choice == "flashinfer":
-        raise KtcError(f"--attention flashinfer: {reason}", "leave it out, or use --attention torch")
+        raise UsageError(f"--attention flashinfer: {reason}", "leave it out, or use --attention torch")
     return None, f"torch ({reason})"
 
 

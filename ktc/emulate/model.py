@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ktc.emulate.lane import EmulatedLane, Replay
 from ktc.emulate.report import LANES
-from ktc.errors import KtcError
+from ktc.errors import KtcError, UsageError
 from ktc.native.engine import NativeModel
 from ktc.simulate import Hardware, load_profile
 from ktc.simulate.report import spans
@@ -29,12 +29,12 @@ def parse_device(text: str) -> Hardware:
     """`emulate:PROFILE` -> the profile, which has a device.
 
     Raises:
-        KtcError: another device. ProfileError: no such profile, a faulty one, or one without a device.
+        UsageError: another device. ProfileError: no such profile, a faulty one, or one without a device.
     """
     from ktc.simulate import ProfileError
 
     if not text.startswith(PREFIX):
-        raise KtcError(
+        raise UsageError(
             f"--device {text!r} is not emulate:PROFILE",
             "a real device is chosen by the recipe that a bundle is made with",
         )
@@ -112,13 +112,13 @@ def open_emulated(
     """`open_native` with an emulated device.
 
     Raises:
-        KtcError: the bundle is made for a real device; else as `open_native` and `EmulatedLane`.
+        UsageError: the bundle is made for a real device; else as `open_native` and `EmulatedLane`.
     """
     from ktc.cuda.device import wants_cuda
     from ktc.native import open_native
 
     if wants_cuda(Path(path)):
-        raise KtcError(
+        raise UsageError(
             f"{path} is made for a CUDA device; the emulated one runs bundles of the cpu device",
             "compile the checkpoint with a recipe of the cpu device, such as int4",
         )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ktc.errors import KtcError
+from ktc.errors import UsageError
 from ktc.plan.ir import Plan
 from ktc.simulate.hardware import Cpu, Hardware, Host, Kernels, Link
 
@@ -23,7 +23,7 @@ def parse_shares(text: str) -> tuple[float, float]:
     """ "74:28" -> (74.0, 28.0), CPU and device.
 
     Raises:
-        KtcError: something else.
+        UsageError: something else.
     """
     parts = text.split(":")
     try:
@@ -31,7 +31,7 @@ def parse_shares(text: str) -> tuple[float, float]:
     except ValueError:
         cpu = device = 0.0
     if not (0 < cpu <= 1000 and 0 < device <= 1000):
-        raise KtcError(f"shares {text!r} are not CPU:DEVICE", "for example --shares 74:28, the paper's")
+        raise UsageError(f"shares {text!r} are not CPU:DEVICE", "for example --shares 74:28, the paper's")
     return cpu, device
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ktc.emulate.lane import EmulatedLane, Replay
 from ktc.emulate.scaling import as_measured, slower_device
-from ktc.errors import KtcError
+from ktc.errors import UsageError
 from ktc.progress import Progress
 from ktc.simulate.costs import decode_costs
 from ktc.simulate.hardware import Hardware
@@ -106,7 +106,7 @@ class Sweep:
 def run(lane: EmulatedLane, options: SweepOptions) -> Sweep:
     """
     Raises:
-        KtcError: a K that leaves fewer than two immediate experts, or more steps than the caches hold.
+        UsageError: a K that leaves fewer than two immediate experts, or more steps than the caches hold.
     """
     ks = _ks(lane, options)
     records = _record(lane, options, ks)
@@ -154,7 +154,7 @@ def _ks(lane: EmulatedLane, options: SweepOptions) -> list[int]:
         return list(range(most + 1))
     wrong = [k for k in options.deferred if not 0 <= k <= most]
     if wrong:
-        raise KtcError(f"{wrong[0]} deferred experts: 0 to {most} leave two immediate ones")
+        raise UsageError(f"{wrong[0]} deferred experts: 0 to {most} leave two immediate ones")
     return sorted({0, *options.deferred})
 
 
@@ -162,9 +162,9 @@ def _record(lane: EmulatedLane, options: SweepOptions, ks: Sequence[int]) -> dic
     """K -> numbers of its records."""
     graph = lane.graph
     if options.steps < 1 or options.repeats < 1 or options.prompt < 1:
-        raise KtcError("steps, repeats and prompt must be at least 1")
+        raise UsageError("steps, repeats and prompt must be at least 1")
     if options.prompt + options.steps > graph.context:
-        raise KtcError(f"{options.prompt} + {options.steps} tokens do not fit caches of {graph.context} positions")
+        raise UsageError(f"{options.prompt} + {options.steps} tokens do not fit caches of {graph.context} positions")
     tokens = np.random.default_rng(options.seed).integers(0, graph.program.vocab, options.prompt + options.steps)
     records: dict[int, list[int]] = {}
     lane.forget()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ktc.engine.packed import native_moe
-from ktc.errors import KtcError
+from ktc.errors import KtcError, UsageError
 from ktc.graph.build import Callback, GraphExecutor, WeightRef
 from ktc.graph.ir import Node
 from ktc.perf.experts import KtcWeights, kernel_library, random_experts
@@ -158,9 +158,9 @@ def build_stack(options: StackOptions) -> tuple[GraphExecutor, Plan]:
     from ktc import _runtime
 
     if options.data_type not in FORMATS:
-        raise KtcError(f"unknown format {options.data_type!r}", f"one of {', '.join(FORMATS)}")
+        raise UsageError(f"unknown format {options.data_type!r}", f"one of {', '.join(FORMATS)}")
     if options.layers < 3:
-        raise KtcError(f"{options.layers} layers: at least 3 are needed for a layer in the middle")
+        raise UsageError(f"{options.layers} layers: at least 3 are needed for a layer in the middle")
     needed = options.layers * options.shape.experts * options.shape.expert_bytes(SCHEMES[options.data_type])
     if needed > (free := _available_bytes()):
         raise KtcError(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ktc.engine.generate import TextGenerator
-from ktc.errors import KtcError
+from ktc.errors import UsageError
 from ktc.progress import Progress
 
 
@@ -51,15 +51,15 @@ def measure(models: Mapping[str, Any], prompt: int, decode: int, repetitions: in
         models: `Row.graph` -> loaded model.
 
     Raises:
-        KtcError: nothing to measure, or more tokens than the context holds.
+        UsageError: nothing to measure, or more tokens than the context holds.
     """
     if prompt < 0 or decode < 0 or prompt + decode == 0 or repetitions < 1:
-        raise KtcError("nothing to measure", "give -p or -n a positive number of tokens, and -r at least 1")
+        raise UsageError("nothing to measure", "give -p or -n a positive number of tokens, and -r at least 1")
     length = max(prompt, 1)
     turns = [(graph, _generator(model)) for graph, model in models.items()]
     for _, generator in turns:
         if generator.context is not None and length + decode > generator.context:
-            raise KtcError(f"{length} + {decode} tokens do not fit the model's context of {generator.context}")
+            raise UsageError(f"{length} + {decode} tokens do not fit the model's context of {generator.context}")
     vocabulary = turns[0][1].model.config.get_text_config().vocab_size
     ids = np.random.default_rng(0).integers(0, vocabulary, length).tolist()
     for _, generator in turns:

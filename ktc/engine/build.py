@@ -36,7 +36,7 @@ def replace_modules(model: nn.Module, plan: Plan, family: Family) -> None:
     """Swap the modules of a meta model as the plan says."""
     for planned in plan.modules:
         if planned.device != "cpu":
-            raise KtcError(
+            raise BundleError(
                 f"{planned.name} is planned for {planned.device}; this build of ktc runs models on the cpu only",
                 "compile with device: cpu in the recipe",
             )

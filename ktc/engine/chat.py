@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ktc.errors import BundleError, KtcError
+from ktc.errors import BundleError, KtcError, UsageError
 
 Message = dict[str, str]
 
@@ -26,7 +26,7 @@ def require_tokenizer(folder: Path) -> None:
         manifest = folder.parent / "manifest.json"
         if manifest.is_file() and b'"model/tokenizer' in manifest.read_bytes():
             raise BundleError(f"the tokenizer of {folder.parent} is missing from {folder}", "copy the bundle again")
-        raise KtcError(
+        raise BundleError(
             f"no tokenizer in {folder}",
             "the checkpoint had none; put its tokenizer files beside config.json and compile again",
         )
@@ -40,7 +40,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise KtcError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+        raise BundleError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
@@ -56,10 +56,10 @@ def encode_chat(tokenizer: Any, messages: list[Message]) -> list[int]:
     """Ids of a chat up to and with the prompt for the assistant's next turn.
 
     Raises:
-        KtcError: no template, or the template refused the messages.
+        UsageError: no template. KtcError: the template refused the messages.
     """
     if not has_chat_template(tokenizer):
-        raise KtcError("this tokenizer has no chat template", "give a prompt with -p to complete text instead")
+        raise UsageError("this tokenizer has no chat template", "give a prompt with -p to complete text instead")
     try:
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False, sanitize_control_tokens=True

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ktc.engine.sampling import Sampler, SamplingOptions
 from ktc.engine.stream import Detokenizer, StopMatcher
-from ktc.errors import KtcError
+from ktc.errors import BundleError, KtcError, UsageError
 
 FinishReason = Literal["stop", "length", "context_full", "interrupted"]
 PREFILL_CHUNK = 512
@@ -143,7 +143,7 @@ class TextGenerator:
             on_text: called with each piece of text as it becomes final.
             ignore_eos: go on past end-of-sequence ids (for benchmarks).
         Raises:
-            KtcError: an empty prompt, or one that does not fit the context.
+            UsageError: an empty prompt, or one that does not fit the context.
         """
         prompt = list(prompt)
         self._check(prompt)
@@ -207,9 +207,9 @@ class TextGenerator:
 
     def _check(self, prompt: list[int]) -> None:
         if not prompt:
-            raise KtcError("the prompt is empty", "give at least one token of text")
+            raise UsageError("the prompt is empty", "give at least one token of text")
         if self.context is not None and len(prompt) > self.context:
-            raise KtcError(
+            raise UsageError(
                 f"context full: the prompt has {len(prompt)} tokens, the model's context is {self.context}",
                 "shorten the prompt",
             )
@@ -265,7 +265,7 @@ def check_tokens(tokens: NDArray[np.int64], position: int, context: int, vocab: 
         KtcError: too many, or one that it does not know.
     """
     if position + len(tokens) > context:
-        raise KtcError(
+        raise UsageError(
             f"context full: {position} + {len(tokens)} tokens, the caches hold {context}",
             "shorten the prompt, or give --context a larger number if the model allows one",
         )
@@ -284,13 +284,13 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """End-of-sequence ids: the generation config's, else the config's, else the tokenizer's.
 
     Raises:
-        KtcError: what the model's files say is no token id.
+        BundleError: what the model's files say is no token id.
     """
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         found = getattr(holder, "eos_token_id", None)
         if found is not None:
             ids = found if isinstance(found, list | tuple) else [found]
             if not all(isinstance(i, int) or (isinstance(i, float) and i.is_integer()) for i in ids):
-                raise KtcError(f"the model's configuration: eos_token_id is {found!r}, not token ids")
+                raise BundleError(f"the model's configuration: eos_token_id is {found!r}, not token ids")
             return frozenset(int(i) for i in ids)
     return frozenset()

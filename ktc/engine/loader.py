@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ktc.engine import pool as pools
 from ktc.engine.opening import open_judged, open_kernels
 from ktc.engine.placement import misplaced
-from ktc.errors import BuildError, KtcError
+from ktc.errors import BuildError, KtcError, UsageError
 from ktc.progress import Progress
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _cuda_device(bundle: Bundle, dtype: str | None) -> Any:
     name = device.lane_device(bundle.plan)
     if name is None:
         if dtype not in (None, "fp32"):
-            raise KtcError(f"the CPU computes in fp32, not in {dtype}", "leave out --dtype")
+            raise UsageError(f"the CPU computes in fp32, not in {dtype}", "leave out --dtype")
         return None
     return device.open_device(name)
 

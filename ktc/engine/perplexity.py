@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ktc.errors import KtcError
+from ktc.errors import UsageError
 from ktc.progress import Progress
 
 
@@ -32,14 +32,14 @@ def perplexity(model: Any, tokenizer: Any, text: str, window: int = 512) -> Perp
         model: a causal `PreTrainedModel` on the CPU, in any dtype.
         window: tokens of text per window.
     Raises:
-        KtcError: the text has fewer than two tokens.
+        UsageError: the text has fewer than two tokens.
     """
     import torch
 
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # longer than the context is fine
     bos = getattr(tokenizer, "bos_token_id", None)
     if len(ids) < 2:
-        raise KtcError("the text has fewer than two tokens")
+        raise UsageError("the text has fewer than two tokens")
     total, count = 0.0, 0
     with Progress("perplexity", len(ids), "tokens") as progress, torch.inference_mode():
         for begin in range(0, len(ids), window):

@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from ktc.errors import KtcError
+from ktc.errors import BundleError, KtcError, UsageError
 
 _pools: weakref.WeakValueDictionary[tuple[bool, tuple[tuple[int, ...], ...]], Any] = weakref.WeakValueDictionary()
 
@@ -41,12 +41,12 @@ def place(host: list[list[int]], nodes: int, threads: int | None, emulate: bool 
         threads: in all; None = usable CPUs. Fewer threads than nodes still give each node one.
         emulate: allow more nodes than the machine has: its CPUs are dealt out to them in turn.
     Raises:
-        KtcError: nodes that the machine does not have, without `emulate`.
+        BundleError: nodes that the machine does not have, without `emulate`.
     """
     if threads is not None and threads < 1:
-        raise KtcError(f"threads must be at least 1, not {threads}")
+        raise UsageError(f"threads must be at least 1, not {threads}")
     if not emulate and nodes not in (1, len(host)):
-        raise KtcError(
+        raise BundleError(
             f"the bundle is split over {nodes} NUMA nodes and this machine has {len(host)}",
             f"`ktc repack` moves it to {len(host)}; --emulate-nodes runs it as it is, slower",
         )

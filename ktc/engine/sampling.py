@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktc.errors import KtcError
+from ktc.errors import BundleError, KtcError, UsageError
 
 _OVERRULE = "overrule it with --temperature, --top-p, --top-k, --min-p or --greedy"
 
@@ -39,15 +39,15 @@ class SamplingOptions:
 
     def __post_init__(self) -> None:
         if not np.isfinite(self.temperature) or self.temperature < 0:
-            raise KtcError(f"temperature must be a number of at least 0, not {self.temperature}", "0 means greedy")
+            raise UsageError(f"temperature must be a number of at least 0, not {self.temperature}", "0 means greedy")
         if self.top_k < 0:
-            raise KtcError(f"top-k must be at least 0, not {self.top_k}", "0 keeps all tokens")
+            raise UsageError(f"top-k must be at least 0, not {self.top_k}", "0 keeps all tokens")
         if not 0 < self.top_p <= 1:
-            raise KtcError(f"top-p must be in (0, 1], not {self.top_p}", "1 keeps all tokens")
+            raise UsageError(f"top-p must be in (0, 1], not {self.top_p}", "1 keeps all tokens")
         if not 0 <= self.min_p <= 1:
-            raise KtcError(f"min-p must be in [0, 1], not {self.min_p}", "0 keeps all tokens")
+            raise UsageError(f"min-p must be in [0, 1], not {self.min_p}", "0 keeps all tokens")
         if self.seed is not None and self.seed < 0:
-            raise KtcError(f"seed must be at least 0, not {self.seed}")
+            raise UsageError(f"seed must be at least 0, not {self.seed}")
 
     @property
     def greedy(self) -> bool:
@@ -61,7 +61,7 @@ class SamplingOptions:
             generation_config: a `transformers.GenerationConfig` or None.
             given: values the user set; None = not set.
         Raises:
-            KtcError: a value that makes no sense, the user's or the model's.
+            UsageError: a value that makes no sense. BundleError: one in the model's own settings.
         """
         values: dict[str, Any] = {}
         if generation_config is not None and getattr(generation_config, "do_sample", False):
@@ -71,12 +71,12 @@ class SamplingOptions:
                 if value is None or given.get(name) is not None:
                     continue
                 if isinstance(value, bool) or not isinstance(value, int | float):
-                    raise KtcError(f"the model's generation_config.json: {name} is {value!r}", _OVERRULE)
+                    raise BundleError(f"the model's generation_config.json: {name} is {value!r}", _OVERRULE)
                 values[name] = max(0, int(value)) if name == "top_k" else value  # -1 is a spelling of "all"
             try:
                 cls(**values)
             except KtcError as error:
-                raise KtcError(f"the model's generation_config.json: {error.message}", _OVERRULE) from error
+                raise BundleError(f"the model's generation_config.json: {error.message}", _OVERRULE) from error
         values.update({name: value for name, value in given.items() if value is not None})
         return cls(**values)
 

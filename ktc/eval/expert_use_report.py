@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ktc.errors import KtcError
+from ktc.drawing import new_figure, write_figure
 from ktc.plan.expert_use import ExpertUse
 
 FRACTIONS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
@@ -41,28 +41,16 @@ def plot(use: ExpertUse, path: Path) -> None:
     """One row per layer, its experts from the most to the least used.
 
     Raises:
-        KtcError: matplotlib is not installed, or the file cannot be written.
+        KtcError, UsageError, DiskError: see ktc.drawing.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise KtcError("--plot needs matplotlib", "pip install 'ktc[plot]'") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     layers = sorted(use.layers)
     shares = [sorted((c / max(1, sum(use.layers[i])) for c in use.layers[i]), reverse=True) for i in layers]
-    figure, axis = pyplot.subplots(figsize=(7, 1.5 + 0.16 * len(layers)))
+    figure = new_figure((7, 1.5 + 0.16 * len(layers)), layout="tight")
+    axis = figure.subplots()
     image = axis.imshow([[100 * s for s in row] for row in shares], aspect="auto", cmap="viridis", vmin=0)
     axis.set_xlabel("experts of a layer, most used first")
     axis.set_ylabel("MoE layer")
     step = -(-len(layers) // 16)
     axis.set_yticks(range(0, len(layers), step), [str(i) for i in layers[::step]])
     figure.colorbar(image, label="% of the layer's uses")
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know
-        raise KtcError(f"cannot write {path}: {error}", "end its name in .svg, .png or .pdf") from error
-    finally:
-        pyplot.close(figure)
+    write_figure(figure, path)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ktc.errors import KtcError
+from ktc.drawing import new_figure, write_figure
 from ktc.eval.metrics import Score
 from ktc.eval.run import Setting
 
@@ -65,18 +65,13 @@ def plot(curves: Mapping[str, Mapping[Setting, Score]], path: Path) -> None:
     Args:
         curves: name of a bundle -> its scores.
     Raises:
-        KtcError: matplotlib is not installed, or the file cannot be written.
+        KtcError, UsageError, DiskError: see ktc.drawing.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise KtcError("--plot needs matplotlib", "pip install matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    with_kl = all(score.kl for scores in curves.values() for score in scores.values())
+    figure = new_figure((5 * (1 + with_kl), 3.6), layout="tight")
     from matplotlib.ticker import MaxNLocator
 
-    with_kl = all(score.kl for scores in curves.values() for score in scores.values())
-    figure, axes = pyplot.subplots(1, 1 + with_kl, figsize=(5 * (1 + with_kl), 3.6), squeeze=False)
+    axes = figure.subplots(1, 1 + with_kl, squeeze=False)
     panels: list[tuple[Any, str, str, Any]] = [(axes[0][0], "perplexity", "linear", lambda s: s.perplexity)]
     if with_kl:
         panels.append((axes[0][1], "KL from the reference, nats per token", "log", lambda s: s.mean_kl))
@@ -91,13 +86,7 @@ def plot(curves: Mapping[str, Mapping[Setting, Score]], path: Path) -> None:
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(True, which="both", alpha=0.3)
     axes[0][0].legend()
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know
-        raise KtcError(f"cannot write {path}: {error}") from error
-    finally:
-        pyplot.close(figure)
+    write_figure(figure, path)
 
 
 def _curve(scores: Mapping[Setting, Score], kind: str, value: Any) -> list[tuple[int, float]]:

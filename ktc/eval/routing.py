@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ktc.errors import KtcError
+from ktc.errors import UsageError
 from ktc.plan.expert_use import ExpertUse, ModelShape, layer_number
 from ktc.plan.ir import Plan
 from ktc.progress import Progress
@@ -25,7 +25,7 @@ def expert_use(model: Any, windows: Sequence[list[int]], text: str) -> ExpertUse
         windows: token ids; every token of a window is counted.
         text: what the text is, for the file.
     Raises:
-        KtcError: the model has no MoE layer that ktc runs, or a window does not fit its context.
+        UsageError: the model has no MoE layer that ktc runs, or a window does not fit its context.
     """
     plan = model.ktc_plan
     shape = _shape(plan)
@@ -39,9 +39,9 @@ def expert_use(model: Any, windows: Sequence[list[int]], text: str) -> ExpertUse
 def _shape(plan: Plan) -> ModelShape:
     shapes = {ModelShape.of(plan.model_type, plan.layers, m.moe) for m in plan.moe_modules() if m.moe is not None}
     if not shapes:
-        raise KtcError("no MoE layer of this bundle is run by ktc, so there is nothing to count")
+        raise UsageError("no MoE layer of this bundle is run by ktc, so there is nothing to count")
     if len(shapes) > 1:
-        raise KtcError("the MoE layers of this model have different shapes; a profile has one")
+        raise UsageError("the MoE layers of this model have different shapes; a profile has one")
     return shapes.pop()
 
 

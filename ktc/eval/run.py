@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ktc.errors import KtcError
+from ktc.errors import KtcError, UsageError
 from ktc.eval.metrics import Score
 from ktc.eval.sources import NativeSource, Source
 from ktc.progress import Progress
@@ -48,11 +48,11 @@ def settings_of_table(program: Program) -> list[Setting]:
     """Prefill, then decode with 0 to top_k - 2 experts deferred, then with 1 to top_k - 1 skipped.
 
     Raises:
-        KtcError: the model has no MoE layer.
+        UsageError: the model has no MoE layer.
     """
     top_k = min((int(n.params["top_k"]) for n in program.nodes if n.op == "moe_submit"), default=0)
     if not top_k:
-        raise KtcError("this model has no MoE layers: nothing to defer or to skip", "leave out --table")
+        raise UsageError("this model has no MoE layers: nothing to defer or to skip", "leave out --table")
     deferred = [Setting("decode", n) for n in range(max(1, top_k - 1))]
     return [Setting("prefill"), *deferred, *(Setting("decode", 0, n) for n in range(1, top_k))]
 
@@ -61,11 +61,11 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     """Ids of a text without special tokens.
 
     Raises:
-        KtcError: fewer than two tokens.
+        UsageError: fewer than two tokens.
     """
     ids = [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
     if len(ids) < 2:
-        raise KtcError("the text has fewer than two tokens", "give a longer file, or a larger --limit")
+        raise UsageError("the text has fewer than two tokens", "give a longer file, or a larger --limit")
     return ids
 
 
@@ -89,9 +89,9 @@ def evaluate(
     """
     longest = max(map(len, windows))
     if longest - 1 > model.context:
-        raise KtcError(f"a window of {longest} tokens does not fit the context of {model.context}", "use --window")
+        raise UsageError(f"a window of {longest} tokens does not fit the context of {model.context}", "use --window")
     if reference is not None and reference.vocab != model.vocab:
-        raise KtcError(
+        raise UsageError(
             f"the reference has a vocabulary of {reference.vocab} tokens, the bundle one of {model.vocab}:"
             " they are not the same model"
         )

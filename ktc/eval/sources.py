@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ktc.errors import KtcError
+from ktc.errors import UsageError
 from ktc.eval.metrics import Floats
 
 if TYPE_CHECKING:
@@ -57,14 +57,14 @@ class CheckpointSource:
     def __init__(self, checkpoint: Path) -> None:
         """
         Raises:
-            CheckpointError: none there. KtcError: its weights are quantised.
+            CheckpointError: none there. UsageError: its weights are quantised.
         """
         from ktc.checkpoint import open_checkpoint
         from ktc.engine.lane import quiet_openmp
 
         opened = open_checkpoint(checkpoint)
         if opened.config.get("quantization_config"):
-            raise KtcError(
+            raise UsageError(
                 f"{opened.path}: Hugging Face's code does not compute these quantised weights in fp32 exactly",
                 "compile the checkpoint with --recipe bf16 and give that bundle as the reference",
             )

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ktc.errors import KtcError
+from ktc.errors import UsageError
 from ktc.graph.arena import ArenaLayout, plan_arena
 from ktc.graph.ir import Node, Program
 from ktc.graph.verify import verify
@@ -58,7 +58,7 @@ class Weights(Protocol):
 def check_deferral(program: Program, n_deferred: int | None, n_skipped: int) -> None:
     """
     Raises:
-        KtcError: fewer than 2 experts would stay immediate, or deferring and skipping at once.
+        UsageError: fewer than 2 experts would stay immediate, or deferring and skipping at once.
     """
     for node in program.nodes:
         if node.op != "moe_submit":
@@ -66,17 +66,17 @@ def check_deferral(program: Program, n_deferred: int | None, n_skipped: int) -> 
         top_k = int(node.params["top_k"])
         deferred = int(node.params.get("n_deferred", 0)) if n_deferred is None else n_deferred
         if deferred < 0 or n_skipped < 0:
-            raise KtcError("the numbers of deferred and skipped experts cannot be negative")
+            raise UsageError("the numbers of deferred and skipped experts cannot be negative")
         if deferred and top_k - deferred < MIN_IMMEDIATE_EXPERTS:
-            raise KtcError(
+            raise UsageError(
                 f"{node.module}: deferring {deferred} of {top_k} experts leaves fewer than"
                 f" {MIN_IMMEDIATE_EXPERTS} immediate",
                 f"use --deferred {max(0, top_k - MIN_IMMEDIATE_EXPERTS)} or less",
             )
         if deferred and n_skipped:
-            raise KtcError("experts are deferred or skipped, not both", "leave out --deferred or --skip")
+            raise UsageError("experts are deferred or skipped, not both", "leave out --deferred or --skip")
         if n_skipped >= top_k:
-            raise KtcError(f"{node.module}: skipping {n_skipped} of {top_k} experts leaves none")
+            raise UsageError(f"{node.module}: skipping {n_skipped} of {top_k} experts leaves none")
 
 
 def plan_layouts(program: Program, threads: int, chunk: int, runtime: Any) -> list[ArenaLayout]:
@@ -111,7 +111,7 @@ class GraphExecutor:
             isa: force the operators' instruction set (tests).
             trivial: heavy kernels do nothing (overhead measurements only).
         Raises:
-            KtcError: the deferral is not possible. ProgramError: the program is malformed.
+            UsageError: the deferral is not possible. ProgramError: the program is malformed.
         """
         if runtime is None:
             from ktc import _runtime as runtime
@@ -182,7 +182,7 @@ class GraphExecutor:
         """Change how many experts are deferred or skipped, from the next decode step on; None = what the program says.
 
         Raises:
-            KtcError: as on construction; nothing has changed.
+            UsageError: as on construction; nothing has changed.
         """
         check_deferral(self.program, n_deferred, n_skipped)
         self.native.set_deferral(-1 if n_deferred is None else n_deferred, n_skipped)

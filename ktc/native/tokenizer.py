@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktc.errors import KtcError
+from ktc.errors import BundleError, KtcError, UsageError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -48,7 +48,7 @@ class NativeTokenizer:
         try:
             self.core: Tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises nothing more special
-            raise KtcError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
+            raise BundleError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
         self.added = {t.content: bool(t.special) for t in self.core.get_added_tokens_decoder().values()}
         self.chat_template = self._template(folder)
         self.eos_token_id = self._id("eos_token")
@@ -98,7 +98,7 @@ class NativeTokenizer:
             KtcError: the template refused the messages; ValueError: a control token cannot be told from text.
         """
         if self.chat_template is None:
-            raise KtcError("this tokenizer has no chat template")
+            raise UsageError("this tokenizer has no chat template")
         environment = _environment()
         tokens = {k: self._token(k) for k in ("bos_token", "eos_token", "pad_token", "unk_token")}
         control = _any_of(self._control_tokens(environment))

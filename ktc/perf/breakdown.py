@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ktc.errors import KtcError
+from ktc.errors import KtcError, UsageError
 from ktc.perf import routing
 from ktc.perf.experts import KtcExperts, KtcWeights, kernel_library, layers_for, random_experts, specs_for_shape
 from ktc.perf.interleave import interleave
@@ -106,7 +106,7 @@ def run(options: Options, emulate_nodes: int | None = None, say: Callable[[str],
     from ktc.perf.tuning import load as load_tuning
 
     if not options.formats or options.formats[0] not in SCHEMES:
-        raise KtcError("a breakdown needs a format", f"--format, one of {', '.join(SCHEMES)}")
+        raise UsageError("a breakdown needs a format", f"--format, one of {', '.join(SCHEMES)}")
     name, scheme = options.formats[0], SCHEMES[options.formats[0]]
     cpus = default_cpus(options.threads)
     host = _runtime.numa_nodes()

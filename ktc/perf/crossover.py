@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ktc.errors import KtcError
+from ktc.errors import UsageError
 from ktc.perf.experts import KtcExperts, KtcWeights, kernel_library, layers_for, random_experts, specs_for_shape
 from ktc.perf.interleave import interleave
 from ktc.perf.limits import default_cpus
@@ -89,7 +89,7 @@ def measure(
     from ktc.engine.pool import get_pool
 
     if unknown := [f for f in formats if f not in SCHEMES]:
-        raise KtcError(f"unknown format {unknown[0]!r}", f"one of {', '.join(SCHEMES)}")
+        raise UsageError(f"unknown format {unknown[0]!r}", f"one of {', '.join(SCHEMES)}")
     specs = [spec for f in formats for spec in specs_for_shape(shape, SCHEMES[f])]
     lib = kernel_library(KernelSpecs(tuple(specs)), variant)
     labels = {str(k["name"]).partition(":")[0]: int(str(k["min_rows"])) for k in lib.kernels()}

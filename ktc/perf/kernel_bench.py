@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktc.errors import KtcError
+from ktc.errors import KtcError, UsageError
 from ktc.perf import routing
 from ktc.perf.experts import (
     Contestant,
@@ -140,11 +140,11 @@ def run(options: Options, extra: Factory | None = None, say: Callable[[str], Non
     from ktc.engine.pool import get_pool
 
     if unknown := [f for f in options.formats if f not in SCHEMES]:
-        raise KtcError(f"unknown format {unknown[0]!r}", f"one of {', '.join(SCHEMES)}")
+        raise UsageError(f"unknown format {unknown[0]!r}", f"one of {', '.join(SCHEMES)}")
     if unknown := [p for p in options.peers if p not in PEERS]:
-        raise KtcError(f"unknown peer {unknown[0]!r}", f"one of {', '.join(PEERS)}")
+        raise UsageError(f"unknown peer {unknown[0]!r}", f"one of {', '.join(PEERS)}")
     if not options.shapes or not options.tokens or min(options.tokens) < 1:
-        raise KtcError("nothing to measure", "give at least one shape and positive token counts")
+        raise UsageError("nothing to measure", "give at least one shape and positive token counts")
     report = Report()
     cpus = default_cpus(options.threads)
     pool = get_pool([cpus])
@@ -156,7 +156,7 @@ def run(options: Options, extra: Factory | None = None, say: Callable[[str], Non
         contestants += _torch_contestants(options, shape, dense, len(cpus), report, say)
         contestants += extra(shape, dense) if extra else []
         if not contestants:
-            raise KtcError("nothing to measure", "give at least one format or peer")
+            raise UsageError("nothing to measure", "give at least one format or peer")
         sampler = Sampler(cpus, limit_kinds([c.data_type for c in contestants]), [len(cpus)], options.probe_bytes)
         measured = measure_shape(options, shape, dense, contestants, sampler, say)
         limits = report.limits[shape.name] = sampler.limits()

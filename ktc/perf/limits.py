@@ -10,7 +10,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ktc.errors import KtcError
+from ktc.errors import KtcError, UsageError
 
 DRAM_HUGE = "dram_huge"
 DRAM_4K = "dram_4k"
@@ -123,7 +123,7 @@ class Sampler:
         known = [DRAM_HUGE, DRAM_4K, *_runtime.compute_kinds()]
         self.kinds = known if kinds is None else [k for k in kinds if k in known]
         if kinds and (unknown := set(kinds) - {DRAM_HUGE, DRAM_4K, *_ALL_COMPUTE}):
-            raise KtcError(
+            raise UsageError(
                 f"unknown limit {min(unknown)!r}", f"one of {', '.join([DRAM_HUGE, DRAM_4K, *_ALL_COMPUTE])}"
             )
         self.cpus = cpus

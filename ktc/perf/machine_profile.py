@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from ktc import host
-from ktc.errors import DiskError, KtcError
+from ktc.errors import DiskError, KtcError, UsageError
 from ktc.perf import kernel_bench
 from ktc.perf.crossover import SHAPE
 from ktc.perf.experts import Contestant
@@ -189,9 +189,9 @@ def _time_kernels(
 
     options = kernel_bench.Options((shape,), (1, MANY_TOKENS), tuple(formats), (), seconds, working_set=working_set)
     if unknown := [f for f in formats if f not in SCHEMES]:
-        raise KtcError(f"unknown format {unknown[0]!r}", f"one of {', '.join(SCHEMES)}")
+        raise UsageError(f"unknown format {unknown[0]!r}", f"one of {', '.join(SCHEMES)}")
     if not formats:
-        raise KtcError("no format to measure", f"at least one of {', '.join(SCHEMES)}")
+        raise UsageError("no format to measure", f"at least one of {', '.join(SCHEMES)}")
     dense = random_experts(shape, distinct=1)
     made = kernel_bench.ktc_contestants(options, shape, dense, get_pool([cpus]), kernel_bench.Report(), say)
     timings = {t: each for t, each, _ in kernel_bench.measure_shape(options, shape, dense, made, sampler, say)}

@@ -1,14 +1,11 @@
-"""Plot of `ktc bench kernels`: per shape, the roofline and where each contestant is under it.
-
-Needs matplotlib, which only this file imports (`pip install ktc[plot]`).
-"""
+"""Plot of `ktc bench kernels`: per shape, the roofline and where each contestant is under it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ktc.errors import DiskError, KtcError
+from ktc.drawing import new_figure, write_figure
 
 if TYPE_CHECKING:
     from ktc.perf.kernel_bench import Report
@@ -18,18 +15,11 @@ def plot(report: Report, path: Path) -> None:
     """Write a PNG (or what the suffix of `path` says): milliseconds and multiples of the floor over tokens.
 
     Raises:
-        KtcError: matplotlib is not installed, or the suffix is unknown to it.
-        DiskError: the file cannot be written.
+        KtcError, UsageError, DiskError: see ktc.drawing.
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise KtcError("a plot needs matplotlib", "pip install matplotlib") from error
     shapes = list(dict.fromkeys(row.shape for row in report.rows))
-    figure, axes = pyplot.subplots(2, len(shapes), figsize=(6.5 * len(shapes), 9), squeeze=False)
+    figure = new_figure((6.5 * len(shapes), 9), layout="tight")
+    axes = figure.subplots(2, len(shapes), squeeze=False)
     for column, shape in enumerate(shapes):
         time_axis, floor_axis = axes[0][column], axes[1][column]
         rows = [row for row in report.rows if row.shape == shape]
@@ -52,12 +42,4 @@ def plot(report: Report, path: Path) -> None:
         time_axis.legend(fontsize=8)
     about = report.about
     figure.suptitle(f"{about.get('cpu', '')}, {about.get('threads', '?')} threads, {about.get('variant', 'no ktc')}")
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise DiskError(f"the plot {path} cannot be written: {error.strerror}") from error
-    except ValueError as error:
-        raise KtcError(f"the plot {path} cannot be written: {error}", "end its name in .png or .svg") from error
-    finally:
-        pyplot.close(figure)
+    write_figure(figure, path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ktc.errors import KtcError
+from ktc.errors import UsageError
 from ktc.layout import MatrixLayout, QuantScheme, intermediate_pad
 from ktc.perf.limits import DRAM_HUGE, Limits
 
@@ -73,17 +73,17 @@ def parse_shape(text: str) -> MoeShape:
     """A name of SHAPES, or `ExHxI:k` ("64x2048x1408:6").
 
     Raises:
-        KtcError: neither.
+        UsageError: neither.
     """
     if text in SHAPES:
         return SHAPES[text]
     dims, _, top_k = text.partition(":")
     numbers = [*dims.split("x"), top_k]
     if len(numbers) != 4 or not all(n.isdigit() and int(n) > 0 for n in numbers):
-        raise KtcError(f"unknown shape {text!r}", f"one of {', '.join(SHAPES)}, or EXPERTSxHIDDENxINTERMEDIATE:TOP_K")
+        raise UsageError(f"unknown shape {text!r}", f"one of {', '.join(SHAPES)}, or EXPERTSxHIDDENxINTERMEDIATE:TOP_K")
     experts, hidden, intermediate, k = map(int, numbers)
     if k > experts:
-        raise KtcError(f"shape {text!r}: top {k} of {experts} experts is impossible")
+        raise UsageError(f"shape {text!r}: top {k} of {experts} experts is impossible")
     return MoeShape(text, experts, hidden, intermediate, k)
 
 

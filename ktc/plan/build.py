@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktc.errors import KtcError, RecipeError, UnsupportedModelError
+from ktc.errors import KtcError, RecipeError, UnsupportedModelError, UsageError
 from ktc.layout import split_intermediate, split_unit
 from ktc.models.family import ExpertShape, Family
 from ktc.models.roles import role_of
@@ -44,7 +44,7 @@ def build_plan(config: Mapping[str, Any] | Any, recipe: Recipe, nodes: int = 1) 
             divide, an intermediate size that cannot be split over so many nodes, ...
     """
     if nodes < 1:
-        raise KtcError(f"{nodes} NUMA nodes: at least 1 is needed")
+        raise UsageError(f"{nodes} NUMA nodes: at least 1 is needed")
     hf, family, model = _meta(config)
     layers = int(hf.num_hidden_layers)
     builder = _Builder(family, family.shape(hf), layers, recipe, nodes, dict(model.all_tied_weights_keys))

@@ -10,9 +10,10 @@ import math
 import re
 from dataclasses import dataclass
 
+from ktc.errors import RecipeError, UsageError
 from ktc.plan.hot import ALL_UP_TO
 from ktc.plan.ir import ModulePlan, MoePlan, Plan
-from ktc.simulate.hardware import Hardware, Kernels, Numa, ProfileError
+from ktc.simulate.hardware import Hardware, Kernels, Numa
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 _BF16_BYTES, _F32_BYTES = 2, 4
@@ -75,7 +76,8 @@ def decode_costs(
     """Times of one decode step of one sequence whose cache holds `context` tokens.
 
     Raises:
-        ProfileError: no such kernels, or the plan is split over another number of nodes than the mode uses.
+        UsageError: no such kernels, or the plan is split over another number of nodes than the mode uses.
+        RecipeError: the plan has no MoE block that ktc runs.
     """
     return _costs(plan, hardware, tokens=1, context=context, numa=numa, kernels=kernels)
 
@@ -91,7 +93,7 @@ def _costs(plan: Plan, hardware: Hardware, *, tokens: int, context: float, numa:
     _, reached = hardware.kernels(kernels)
     moes = plan.moe_modules()
     if not moes:
-        raise ProfileError("the plan has no MoE block, so there is nothing to divide between CPU and device")
+        raise RecipeError("the plan has no MoE block, so there is nothing to divide between CPU and device")
     cpu = _CpuCosts(hardware, reached, numa, tokens)
     device = _DeviceCosts(plan, hardware, cpu, tokens, context)
     hidden = max(m.moe.hidden for m in moes if m.moe)
@@ -120,6 +122,7 @@ class _CpuCosts:
         cpu = hardware.cpu
         self.cpu, self.reached, self.numa, self.tokens = cpu, reached, numa, tokens
         self.sockets = 1 if numa == "single" else cpu.sockets
+        self.profile = hardware.name
         self.hot_on_device = hardware.device.kind == "cuda"
         slow = numa == "unaware" and cpu.sockets > 1
         self.rate = (cpu.dram_remote if slow else cpu.dram_local) * reached.dram_fraction
@@ -138,10 +141,10 @@ class _CpuCosts:
         if self.numa != "tp" or self.sockets == 1:
             return [1 / self.sockets] * self.sockets
         if len(moe.splits) != self.sockets:
-            raise ProfileError(
-                f"the plan is split over {len(moe.splits)} NUMA node{'s' * (len(moe.splits) > 1)},"
-                f" the profile has {self.sockets} sockets",
-                f"make the plan for {self.sockets} nodes (ktc repack for a bundle), or use --numa unaware",
+            raise UsageError(
+                f"the experts are split over {len(moe.splits)} NUMA node{'s' * (len(moe.splits) > 1)}, and the hardware"
+                f" profile {self.profile} describes {self.sockets} sockets",
+                f"use --numa unaware or --numa single, or a bundle that `ktc repack --nodes {self.sockets}` has made",
             )
         nbytes = [moe.node_bytes(node) for node in range(self.sockets)]
         return [n / sum(nbytes) for n in nbytes]

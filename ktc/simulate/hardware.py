@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ktc.errors import RecipeError
+from ktc.errors import RecipeError, UsageError
 from ktc.layout import DataType
 
 Numa = Literal["tp", "unaware", "single"]
@@ -127,12 +127,12 @@ class Hardware:
         """An implementation of the expert kernels by name; the first of the profile by default.
 
         Raises:
-            ProfileError: no such entry under cpu.kernels.
+            UsageError: no such entry under cpu.kernels.
         """
         known = self.cpu.kernels
         chosen = next(iter(known)) if name is None else name
         if chosen not in known:
-            raise ProfileError(
+            raise UsageError(
                 f"{self.file}: cpu.kernels has no entry '{chosen}'", f"entries of this profile: {', '.join(known)}"
             )
         return chosen, known[chosen]

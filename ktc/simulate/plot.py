@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ktc.errors import DiskError, KtcError
+from ktc.drawing import new_figure, write_figure
 from ktc.simulate.metrics import steady_window
 from ktc.simulate.report import lanes
 from ktc.simulate.schedule import DEVICE, HOST, LINK
@@ -43,15 +43,11 @@ def draw_rows(chosen: Sequence[Row], order: Sequence[str], title: str, path: Pat
     Args:
         order: lanes from top to bottom; those without work are left out.
     Raises:
-        KtcError: matplotlib is not installed, or does not know the format.
-        DiskError: the file cannot be written.
+        KtcError, UsageError, DiskError: see ktc.drawing.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise KtcError("--plot needs matplotlib, which is not installed", "pip install 'ktc[plot]'") from error
-    figure = Figure(figsize=(11, 1.0 + 1.7 * len(chosen)), layout="constrained")
+    figure = new_figure((11, 1.0 + 1.7 * len(chosen)), layout="constrained")
+    from matplotlib.patches import Patch
+
     axes: Any = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)
     names = [lane for lane in order if any(s.task.lane == lane for s in chosen[0].slices)]
     for axis, row in zip(axes[:, 0], chosen, strict=True):
@@ -61,14 +57,7 @@ def draw_rows(chosen: Sequence[Row], order: Sequence[str], title: str, path: Pat
     handles = [Patch(color=COLOURS[kind], label=kind.replace(" out", "")) for kind in kinds]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=10)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise DiskError(f"{path} cannot be written: {error.strerror}") from error
-    except ValueError as error:
-        raise KtcError(
-            f"{path}: {' '.join(str(error).split())}", "use a name that ends in .svg, .png or .pdf"
-        ) from error
+    write_figure(figure, path)
 
 
 def _draw(axis: Any, row: Row, names: list[str]) -> None:

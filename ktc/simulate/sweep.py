@@ -78,7 +78,8 @@ def simulate(
         context: tokens in the cache of the decoded sequence.
         prompt: tokens of the prefill.
     Raises:
-        ProfileError: the plan does not fit the profile.
+        UsageError: no such kernels, or the plan is split over another number of nodes than the mode uses.
+        RecipeError: the plan has no MoE block that ktc runs.
     """
     chosen, _ = hardware.kernels(kernels)
     decode = decode_costs(plan, hardware, context=context, numa=numa, kernels=chosen)

@@ -14,7 +14,7 @@ from ktc import _runtime
 from ktc.bundle import kernel_for_host, open_bundle
 from ktc.bundle.kernels import build_kernels
 from ktc.bundle.trust import ready_library
-from ktc.errors import BuildError, BundleError
+from ktc.errors import BuildError, BundleError, UsageError
 from ktc.host import this_host
 from tests.bundle.conftest import edit_manifest, relist
 
@@ -75,7 +75,7 @@ def test_without_trust_and_compiler_nothing_is_loaded(kernels_copy: Path, anothe
 
 @pytest.mark.parametrize("digest", ["", "yes", "all", "ABC", "0" * 63, "../x"])
 def test_a_hash_that_is_none_is_refused(with_kernels: Path, digest: str) -> None:
-    with pytest.raises(BundleError, match="not a sha256"):
+    with pytest.raises(UsageError, match="not a sha256"):
         kernel_for_host(open_bundle(with_kernels), None, (digest,))
 
 
@@ -101,7 +101,7 @@ def test_s11_without_permission_amx_is_not_chosen(with_kernels: Path, monkeypatc
 
 
 def test_an_unknown_variant_is_refused(with_kernels: Path) -> None:
-    with pytest.raises(BundleError, match="no kernel variant 'sse9'"):
+    with pytest.raises(UsageError, match="no kernel variant 'sse9'"):
         kernel_for_host(open_bundle(with_kernels), "sse9")
 
 

@@ -111,16 +111,16 @@ def test_table_and_plot(
     row = next(line for line in out.splitlines() if line.startswith("| 2 |"))
     assert f"| {max(counted[2]) / total:.1%} |" in row and f"{counted[2].index(max(counted[2]))}: " in row
     assert "evenly used: 12.5%, 25.0%, 50.0%" in out and picture.read_bytes().startswith(b"\x89PNG")
-    assert ktc("profile", bundle, "--text", text, "--limit", 50, "--plot", tmp_path / "use.xyz") == 1
-    assert ".svg, .png or .pdf" in capsys.readouterr().err
+    assert ktc("profile", bundle, "--text", text, "--limit", 50, "--plot", tmp_path / "use.xyz") == 2
+    assert ".png, .svg or .pdf" in capsys.readouterr().err
 
 
 def test_bad_input_of_the_command(bundle: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ktc("profile", bundle, "--text", tmp_path / "no.txt") == 1
+    assert ktc("profile", bundle, "--text", tmp_path / "no.txt") == 2
     assert "cannot read the text" in capsys.readouterr().err
     assert ktc("profile", tmp_path / "no.ktc", "--text", text) == 6
     assert "no.ktc" in capsys.readouterr().err
-    assert ktc("profile", bundle, "--text", text, "--window", 100000) == 1
+    assert ktc("profile", bundle, "--text", text, "--window", 100000) == 2
     assert "does not fit the context" in capsys.readouterr().err
 
 

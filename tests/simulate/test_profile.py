@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ktc.errors import UsageError
 from ktc.simulate import ProfileError, load_profile, shipped_profiles
 from ktc.simulate.profile import DEFAULT_KERNELS, parse_profile
 
@@ -136,7 +137,7 @@ def test_not_found(tmp_path: Path) -> None:
 
 
 def test_unknown_kernels() -> None:
-    with pytest.raises(ProfileError, match=r"p\.yaml: cpu\.kernels has no entry 'fast'") as caught:
+    with pytest.raises(UsageError, match=r"p\.yaml: cpu\.kernels has no entry 'fast'") as caught:
         parse_profile(GPU, "p.yaml").kernels("fast")
     assert caught.value.hint == "entries of this profile: ktc"
 

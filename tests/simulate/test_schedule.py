@@ -8,10 +8,11 @@ from itertools import pairwise
 
 import pytest
 
+from ktc.errors import RecipeError, UsageError
 from ktc.simulate import decode_costs, load_profile, prefill_costs, simulate
 from ktc.simulate.costs import Costs, LayerCost
 from ktc.simulate.events import run
-from ktc.simulate.hardware import Device, ProfileError
+from ktc.simulate.hardware import Device
 from ktc.simulate.metrics import busy, intersection, total, use
 from ktc.simulate.schedule import DEVICE, build
 from ktc.simulate.sweep import auto_deferred, decode_row
@@ -182,7 +183,7 @@ def test_prefill_reads_every_expert_once_then_computes() -> None:
 
 
 def test_a_plan_for_another_number_of_sockets_is_refused() -> None:
-    with pytest.raises(ProfileError, match="split over 4 NUMA nodes, the profile has 2 sockets") as caught:
+    with pytest.raises(UsageError, match="split over 4 NUMA nodes, and the hardware profile") as caught:
         decode_costs(small_plan(nodes=4), HARDWARE)
     assert caught.value.hint is not None and "ktc repack" in caught.value.hint
     decode_costs(small_plan(nodes=1), HARDWARE, numa="unaware")
@@ -190,7 +191,7 @@ def test_a_plan_for_another_number_of_sockets_is_refused() -> None:
 
 
 def test_a_plan_without_experts_is_refused() -> None:
-    with pytest.raises(ProfileError, match="no MoE block"):
+    with pytest.raises(RecipeError, match="no MoE block"):
         decode_costs(small_plan(layers=2, dense=2), HARDWARE)
 
 

@@ -1,8 +1,8 @@
 """Opens a bundle and trusts nothing in it: schema, versions, paths, sizes, hashes of all but the weights.
 
 `open_bundle` reads JSON and file sizes only, so it is quick for a bundle of any size; the weights'
-hashes are `ktc verify`'s work (`Bundle.check_hash`). It neither loads libraries nor imports torch.
-Whether this machine can run the bundle well is verdict.py's question.
+hashes are `ktc verify`'s work. It neither loads libraries nor imports torch. What is on the disk is
+checked by files.py, what it says here. Whether this machine can run it well is judge.py's question.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import json
 import math
 import os
 import re
-import stat
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ktc.bundle import manifest as fmt
+from ktc.bundle.files import DAMAGED, file_faults, hash_fault, read_manifest
 from ktc.errors import BundleError
 from ktc.layout import split_unit
 from ktc.pack.experts import expert_tensors
-from ktc.pack.writer import ITEM_BYTES, hash_file
+from ktc.pack.writer import ITEM_BYTES
 from ktc.plan.ir import Plan
 
 WEIGHT_ROLES = frozenset({"experts", "device", "goldens"})  # everything else is hashed when a bundle is opened
@@ -110,7 +110,7 @@ class Bundle:
         except OSError as error:
             raise BundleError(f"cannot read {self.path / name}: {error.strerror}") from error
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
-            raise BundleError(f"{self.path / name}: its bytes are not those the manifest lists", _DAMAGED)
+            raise BundleError(f"{self.path / name}: its bytes are not those the manifest lists", DAMAGED)
         return data
 
     def read_object(self, name: str) -> dict[str, Any]:
@@ -127,29 +127,11 @@ class Bundle:
             raise BundleError(f"{self.path / name}: not a JSON object")
         return value
 
-    def check_hash(self, name: str) -> None:
-        """Hash one file of any size.
-
-        Raises:
-            BundleError: its bytes are not those of the manifest.
-        """
-        entry = self.files[name]
-        try:
-            digest = hash_file(self.path / name)
-        except OSError as error:
-            raise BundleError(f"cannot read {self.path / name}: {error.strerror}") from error
-        if digest.sha256 != entry["sha256"] or digest.size != entry["size"]:
-            raise BundleError(
-                f"{self.path / name}: sha256 {digest.sha256[:16]}... is not the manifest's {entry['sha256'][:16]}...",
-                _DAMAGED,
-            )
-
     def nbytes(self, role: str | None = None) -> int:
         return sum(entry["size"] for entry in self.files.values() if role in (None, entry["role"]))
 
 
 _EXPERT_TENSOR = re.compile(r"(.+)\.experts\.(\d+)-(\d+)\.(?:gate_up|down)\.")
-_DAMAGED = "the file was changed or damaged; copy the bundle again, or compile it again"
 
 
 def open_bundle(path: str | os.PathLike[str]) -> Bundle:
@@ -162,107 +144,18 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
     Raises:
         BundleError: whatever is wrong, naming the file and what to do.
     """
-    root = Path(path)
-    if not root.is_dir():
-        what = "is not a directory" if root.exists() else "does not exist"
-        raise BundleError(f"{root} {what}", "a bundle is a directory made by: ktc compile CHECKPOINT --recipe int4")
-    root = root.resolve()
-    manifest = _read_manifest(root)
-    bundle = Bundle(root, manifest)
-    _check_files(bundle)
+    root, manifest = read_manifest(path)
+    for _, wrong in file_faults(root, manifest):
+        raise wrong
     for entry in manifest["files"]:
-        if entry["role"] not in WEIGHT_ROLES:
-            bundle.check_hash(entry["path"])
+        if entry["role"] not in WEIGHT_ROLES and (fault := hash_fault(root, entry)):
+            raise fault
+    bundle = Bundle(root, manifest)
     bundle.plan = _read_plan(bundle)
     _check_kernels(bundle)
     _index_tensors(bundle)
     _check_experts(bundle)
     return bundle
-
-
-def _read_manifest(root: Path) -> dict[str, Any]:
-    file = root / fmt.MANIFEST
-    if not _regular(file):
-        if (root / "config.json").is_file():
-            raise BundleError(f"{root} is a checkpoint, not a bundle", f"ktc compile {root} --recipe int4")
-        raise BundleError(
-            f"{root} is not a bundle: it has no {fmt.MANIFEST}",
-            "an unfinished compile is continued by the same ktc compile command",
-        )
-    if file.stat().st_size > fmt.MAX_MANIFEST_BYTES:
-        raise BundleError(f"{file}: larger than a manifest may be")
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise BundleError(f"cannot read {file}: {error.strerror}") from error
-    manifest = fmt.parse(data, str(file))
-    version = manifest.get("format") if isinstance(manifest, dict) else None
-    if not isinstance(version, dict) or type(major := version.get("major")) is not int:
-        raise BundleError(f"{file}: no format version; this is not a ktc bundle")
-    if major != fmt.FORMAT_MAJOR:
-        raise BundleError(
-            f"{root}: bundle format {major}.{version.get('minor')}, but this ktc reads {fmt.FORMAT_MAJOR}.x",
-            "use the ktc that made it (created_by in the manifest), or compile the checkpoint again with this one",
-        )
-    features = manifest.get("required_features")
-    unknown = sorted(set(map(str, features)) - fmt.KNOWN_FEATURES) if isinstance(features, list) else []
-    if unknown:
-        raise BundleError(f"{root}: needs features this ktc does not know: {', '.join(unknown)}", "update ktc")
-    fmt.validate(manifest, str(file))
-    assert isinstance(manifest, dict)
-    return manifest
-
-
-def _regular(file: Path) -> bool:
-    try:
-        return stat.S_ISREG(file.lstat().st_mode)
-    except OSError:
-        return False
-
-
-def check_relative(name: str, what: str) -> None:
-    """Refuse a path that could leave the bundle or is not in its one canonical spelling.
-
-    Raises:
-        BundleError: absolute, `..`, `.`, backslash, NUL, or not normalised.
-    """
-    pure = PurePosixPath(name)
-    bad = pure.is_absolute() or ".." in pure.parts or "." in name.split("/") or "\\" in name or "\0" in name
-    if bad or not name or pure.as_posix() != name:
-        raise BundleError(f"{what}: path {name!r} leads out of the bundle or is not a plain relative path")
-
-
-def _unreadable(error: OSError) -> None:
-    raise BundleError(f"cannot read {error.filename}: {error.strerror}") from error
-
-
-def _check_files(bundle: Bundle) -> None:
-    root, listed = bundle.path, bundle.files
-    if len(listed) != len(bundle.manifest["files"]):
-        raise BundleError(f"{root / fmt.MANIFEST}: a file is listed twice")
-    for name in listed:
-        check_relative(name, str(root / fmt.MANIFEST))
-    present: set[str] = set()
-    for folder, dirs, names in os.walk(root, onerror=_unreadable):
-        for name in dirs + names:
-            path = Path(folder, name)
-            relative = path.relative_to(root).as_posix()
-            mode = path.lstat().st_mode
-            if stat.S_ISLNK(mode):
-                raise BundleError(f"{path} is a symbolic link; a bundle has none", "copy it with: cp -rL")
-            if stat.S_ISDIR(mode):
-                continue
-            if not stat.S_ISREG(mode):
-                raise BundleError(f"{path} is not a regular file")
-            if relative not in listed and relative not in (fmt.MANIFEST, fmt.SIGNATURE):
-                raise BundleError(f"{path} is not listed in the manifest", "remove it; a bundle holds nothing else")
-            present.add(relative)
-    for name, entry in listed.items():
-        if name not in present:
-            raise BundleError(f"{root / name} is missing", _DAMAGED)
-        size = (root / name).lstat().st_size
-        if size != entry["size"]:
-            raise BundleError(f"{root / name}: {size} bytes, but the manifest says {entry['size']}", _DAMAGED)
 
 
 def _read_plan(bundle: Bundle) -> Plan:

@@ -1,7 +1,7 @@
 """`ktc verify`: every byte against the manifest, then the goldens against this machine's kernels.
 
-Everything is checked and every fault collected, so that one run shows all of them. Opening the bundle
-(structure, sizes, small files) is reader.py's work and comes first.
+Every file is checked and every fault collected, so that one run shows all of them. What the files say (reader.py) and
+compute is looked at only when each of them is what the manifest lists.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ktc.bundle.files import file_faults, hash_fault, read_manifest
 from ktc.bundle.goldens import MoeGolden, read_moe_goldens, relative_error
-from ktc.bundle.reader import WEIGHT_ROLES, Bundle
-from ktc.errors import BundleError
+from ktc.bundle.reader import WEIGHT_ROLES, Bundle, open_bundle
 from ktc.plan.ir import MoePlan
 from ktc.progress import Progress
 
@@ -51,26 +51,31 @@ class Report:
 
 
 def verify(
-    bundle: Bundle,
+    path: str | os.PathLike[str],
     *,
     goldens: bool = True,
     variant: str | None = None,
     trust_sha256: Sequence[str] = (),
     library: str | None = None,
+    report: Report | None = None,
 ) -> Report:
-    """Check a bundle that `open_bundle` accepted.
+    """Check a bundle.
 
     Args:
         goldens: also run the goldens (with `variant`, or the best one here; or with the kernel `library`).
+        report: filled and returned, so that what was found is there after an error too.
     Returns:
         a report; its `ok` says whether everything matched.
     Raises:
+        BundleError: no bundle, a manifest that cannot be believed, or whole files that do not make a bundle.
         BundleError, BuildError: the goldens cannot be run on this machine at all.
     """
-    report = Report()
-    _check_hashes(bundle, report)
-    if not report.faults:
-        _check_headers(bundle, report)
+    report = Report() if report is None else report
+    _check_files(path, report)
+    if report.faults:
+        return report
+    bundle = open_bundle(path)
+    _check_headers(bundle, report)
     if report.faults or not goldens or bundle.manifest["goldens"] is None:
         return report  # kernels are not run over bytes that are known to be wrong
     _run_layers(bundle, report, variant, trust_sha256, library)
@@ -79,13 +84,17 @@ def verify(
     return report
 
 
-def _check_hashes(bundle: Bundle, report: Report) -> None:
-    with Progress("hash", bundle.nbytes(), "B") as progress:
-        for name, entry in sorted(bundle.files.items()):
-            try:
-                bundle.check_hash(name)
-            except BundleError as error:
-                report.faults.append(error.message)
+def _check_files(path: str | os.PathLike[str], report: Report) -> None:
+    """Every file there, of its size and with its hash, and nothing else there."""
+    root, manifest = read_manifest(path)
+    faults = dict(file_faults(root, manifest))
+    report.faults += [fault.message for fault in faults.values()]
+    entries = sorted(manifest["files"], key=lambda entry: str(entry["path"]))
+    with Progress("hash", sum(entry["size"] for entry in entries), "B") as progress:
+        for entry in entries:
+            name = entry["path"]
+            if name not in faults and (fault := hash_fault(root, entry)):
+                report.faults.append(fault.message)
             report.files += 1
             report.nbytes += entry["size"]
             progress.update(entry["size"], name)

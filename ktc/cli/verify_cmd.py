@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ktc.cli.engine_options import VARIANTS
-from ktc.errors import BundleError
+from ktc.errors import BundleError, KtcError
 from ktc.progress import format_bytes, set_verbosity
+
+if TYPE_CHECKING:
+    from ktc.bundle.verify import Report
 
 
 @click.command("verify")
@@ -34,30 +38,59 @@ def command(
     trust_sha256: tuple[str, ...],
     as_json: bool,
     verbose: int,
-) -> int:
+) -> None:
     """Check every byte of BUNDLE against its manifest, then its recorded outputs on this machine."""
     set_verbosity(verbose)
-    from ktc.bundle.reader import open_bundle
-    from ktc.bundle.verify import verify
+    from ktc.bundle.verify import Report, verify
 
-    opened = open_bundle(bundle)
     library = str(kernel_library) if kernel_library else None
-    report = verify(opened, goldens=not hashes_only, variant=variant, trust_sha256=trust_sha256, library=library)
+    report = Report()
+    try:
+        verify(
+            bundle,
+            goldens=not hashes_only,
+            variant=variant,
+            trust_sha256=trust_sha256,
+            library=library,
+            report=report,
+        )
+    except KtcError as error:  # no bundle, or goldens that cannot be run here
+        if as_json:
+            report.faults.append(error.message)
+            _print_json(report)
+        elif report.files:
+            _print_files(report)
+        raise
     if as_json:
-        fields = {
-            "ok": report.ok,
-            "files": report.files,
-            "bytes": report.nbytes,
-            "faults": report.faults,
-            "variant": report.variant,
-            "goldens": [{**vars(case), "ok": case.ok} for case in report.cases],
-        }
-        click.echo(json.dumps(fields, indent=1))
-        return 0 if report.ok else BundleError.exit_code
+        _print_json(report)
+    else:
+        _print(report, hashes_only, verbose)
+    if not report.ok:
+        bad = len(report.faults) or sum(not case.ok for case in report.cases)
+        raise BundleError(f"{bundle}: {bad} mismatch{'es' * (bad > 1)}", "do not use it: copy or compile it again")
+
+
+def _print_json(report: Report) -> None:
+    fields = {
+        "ok": report.ok,
+        "files": report.files,
+        "bytes": report.nbytes,
+        "faults": report.faults,
+        "variant": report.variant,
+        "goldens": [{**vars(case), "ok": case.ok} for case in report.cases],
+    }
+    click.echo(json.dumps(fields, indent=1))
+
+
+def _print_files(report: Report) -> None:
     for fault in report.faults:
         click.echo(f"BAD   {fault}")
     if not report.faults:
         click.echo(f"ok    {report.files} files, {format_bytes(report.nbytes)}: every hash matches")
+
+
+def _print(report: Report, hashes_only: bool, verbose: int) -> None:
+    _print_files(report)
     for case in report.cases:
         if verbose or not case.ok:
             state = "ok   " if case.ok else "BAD  "
@@ -72,7 +105,3 @@ def command(
         )
     elif not report.faults:
         click.echo("note  goldens were not run" if hashes_only else "note  this bundle has no goldens")
-    if not report.ok:
-        bad = len(report.faults) or len(report.cases) - good
-        raise BundleError(f"{bundle}: {bad} mismatch{'es' * (bad > 1)}", "do not use it: copy or compile it again")
-    return 0

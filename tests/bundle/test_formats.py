@@ -28,7 +28,7 @@ def test_it_opens_and_its_goldens_hold(name: str) -> None:
     bundle = open_bundle(BUNDLES / name)
     version = bundle.manifest["format"]
     assert name == f"format-{version['major']}.{version['minor']}"
-    report = verify(bundle, variant="portable")
+    report = verify(BUNDLES / name, variant="portable")
     assert report.ok, report
     assert [case.name for case in report.cases] == ["model.layers.1.mlp", "logits"]
 

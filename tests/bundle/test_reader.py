@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ktc.bundle import manifest, open_bundle
-from ktc.bundle.reader import check_relative
+from ktc.bundle.files import check_relative
 from ktc.errors import BundleError
 from tests.bundle.conftest import edit_manifest, relist
 

@@ -25,7 +25,7 @@ def flip(path: Path, where: int) -> None:
 
 def test_a_good_bundle_passes(with_kernels: Path) -> None:
     bundle = open_bundle(with_kernels)
-    report = verify(bundle, variant="portable")
+    report = verify(with_kernels, variant="portable")
     assert report.ok and not report.faults
     assert report.files == len(bundle.files) and report.nbytes == bundle.nbytes()
     assert [c.name for c in report.cases] == ["model.layers.1.mlp", "logits"]
@@ -36,14 +36,14 @@ def test_a_good_bundle_passes(with_kernels: Path) -> None:
 @pytest.mark.parametrize("recipe", ["int4", "int8", "bf16", "fp32"])
 def test_the_numpy_reference_and_the_kernels_agree(compiled, family: str, recipe: str) -> None:
     """Two independent implementations over the same packed bytes; biases and clamps included (failure R7)."""
-    report = verify(open_bundle(compiled(family, recipe)), variant="portable")
+    report = verify(compiled(family, recipe), variant="portable")
     assert report.ok and report.cases, report
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_goldens_hold_for_every_node_count(compiled, nodes: int) -> None:
     shape = {"moe_intermediate_size": 192, "hidden_size": 96}
-    report = verify(open_bundle(compiled("deepseek_v3", nodes=nodes, **shape)), variant="portable")
+    report = verify(compiled("deepseek_v3", nodes=nodes, **shape), variant="portable")
     assert report.ok and report.cases
 
 
@@ -51,7 +51,7 @@ def test_goldens_hold_for_every_node_count(compiled, nodes: int) -> None:
 @pytest.mark.parametrize("name", [EXPERTS, "weights/device/D000.safetensors", "goldens.safetensors"])
 def test_a_flipped_bit_in_a_weight_is_found_by_its_hash(bundle_copy: Path, name: str, where: int) -> None:
     flip(bundle_copy / name, where)
-    report = verify(open_bundle(bundle_copy))  # opening does not hash weights
+    report = verify(bundle_copy)  # opening does not hash weights
     assert not report.ok and len(report.faults) == 1 and name in report.faults[0]
     assert not report.cases  # kernels do not run over bytes that are known to be wrong
 
@@ -62,7 +62,7 @@ def test_a_wrong_weight_with_the_right_hash_is_found_by_the_goldens(bundle_copy:
     for step in range(0, ref.nbytes, 64):
         flip(bundle_copy / EXPERTS, ref.offset + step)
     relist(bundle_copy, EXPERTS)
-    report = verify(open_bundle(bundle_copy), variant="portable")
+    report = verify(bundle_copy, variant="portable")
     assert not report.faults and not report.ok
     assert not report.cases[0].ok and report.cases[0].error > 0.01
 
@@ -78,7 +78,7 @@ def test_a_manifest_that_places_tensors_elsewhere_than_the_shard(bundle_copy: Pa
         scales[0]["offset"], ups[0]["offset"] = ups[0]["offset"], scales[0]["offset"]
 
     edit_manifest(bundle_copy, swap)
-    report = verify(open_bundle(bundle_copy), goldens=False)
+    report = verify(bundle_copy, goldens=False)
     assert any("is not where or what the manifest says" in fault for fault in report.faults)
 
 
@@ -86,22 +86,22 @@ def test_a_shard_that_is_no_safetensors_file(bundle_copy: Path) -> None:
     path = bundle_copy / EXPERTS
     path.write_bytes(b"\xff" * path.stat().st_size)
     relist(bundle_copy, EXPERTS)
-    assert any("not a safetensors file" in fault for fault in verify(open_bundle(bundle_copy)).faults)
+    assert any("not a safetensors file" in fault for fault in verify(bundle_copy).faults)
 
 
 def test_goldens_that_are_not_there(bundle_copy: Path) -> None:
     edit_manifest(bundle_copy, lambda m: m["goldens"].update(logits={"tolerance": 0.02}))
-    found = verify(open_bundle(bundle_copy), variant="portable").faults
+    found = verify(bundle_copy, variant="portable").faults
     assert found == ["goldens: the logits that the manifest names are not there"]
     edit_manifest(bundle_copy, lambda m: m["goldens"]["moe"][0].update(module="model.layers.9.mlp"))
     with pytest.raises(BundleError, match=r"goldens of model\.layers\.9\.mlp: no tensor"):
-        verify(open_bundle(bundle_copy), variant="portable")
+        verify(bundle_copy, variant="portable")
 
 
 def test_every_fault_is_reported_at_once(bundle_copy: Path) -> None:
     flip(bundle_copy / EXPERTS, -1)
     flip(bundle_copy / "weights/device/D000.safetensors", -1)
-    assert len(verify(open_bundle(bundle_copy)).faults) == 2
+    assert len(verify(bundle_copy).faults) == 2
 
 
 def test_q5_goldens_are_the_same_every_time(compiled) -> None:

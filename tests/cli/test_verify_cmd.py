@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,55 @@ def test_i7_every_mismatch_is_a_nonzero_exit(kernels_copy: Path, capsys: Capture
         assert said in out and "mismatch" in err
 
 
+def damage_much(bundle: Path) -> None:
+    damage_weight(bundle)
+    (bundle / "plan.json").unlink()
+    device = bundle / "weights/device/D000.safetensors"
+    device.write_bytes(device.read_bytes()[:-1])
+    (bundle / "extra").write_text("x")
+
+
+def test_every_bad_file_is_listed(kernels_copy: Path, capsys: Capture) -> None:
+    damage_much(kernels_copy)
+    expected = ["extra is not listed", "plan.json is missing", "D000.safetensors: ", f"{EXPERTS}: sha256"]
+    assert ktc("verify", kernels_copy) == 6
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert len(lines) == len(expected) and all(line.startswith("BAD   ") for line in lines)
+    assert all(any(said in line for line in lines) for said in expected)
+    assert "4 mismatches" in err
+    assert ktc("verify", kernels_copy, "--json") == 6
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert report["ok"] is False and len(report["faults"]) == 4 and report["goldens"] == []
+    assert "4 mismatches" in err
+
+
+def test_a_linked_folder_is_one_fault(kernels_copy: Path, tmp_path: Path, capsys: Capture) -> None:
+    shutil.move(kernels_copy / "weights", tmp_path / "weights")
+    (kernels_copy / "weights").symlink_to(tmp_path / "weights")
+    assert ktc("verify", kernels_copy, "--json") == 6
+    (fault,) = json.loads(capsys.readouterr().out)["faults"]
+    assert "is a symbolic link" in fault
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: (b / "manifest.json").write_text("{"),
+        lambda b: (b / "manifest.json").unlink(),
+        lambda b: edit_manifest(b, lambda m: m["files"].append(m["files"][0])),
+        lambda b: edit_manifest(b, lambda m: m["tensors"].clear()),
+    ],
+)
+def test_json_of_what_cannot_be_opened(kernels_copy: Path, capsys: Capture, damage) -> None:
+    damage(kernels_copy)
+    assert ktc("verify", kernels_copy, "--json") == 6
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert report["ok"] is False and len(report["faults"]) == 1 and report["faults"][0] in err
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -97,6 +147,9 @@ def test_i7_no_kernel_to_run_the_goldens_is_a_nonzero_exit(
     kernels_copy: Path, another_machine, capsys: Capture
 ) -> None:
     assert ktc("verify", kernels_copy) == 7
-    assert "--trust-kernel" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "--trust-kernel" in err and "every hash matches" in out
+    assert ktc("verify", kernels_copy, "--json") == 7
+    assert json.loads(capsys.readouterr().out)["ok"] is False
     digest = open_bundle(kernels_copy).manifest["kernels"][0]["sha256"]
     assert ktc("verify", kernels_copy, "--trust-kernel", digest) == 0

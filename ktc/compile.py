@@ -314,6 +314,8 @@ def _add_graph(c: Compilation) -> None:
     except UnsupportedModelError:
         c.say(outlook(c.checkpoint.config, c.plan))
         return
+    if program.callbacks():
+        c.say(outlook(c.checkpoint.config, c.plan))
     c.files[PROGRAM_FILE] = (manifest.canonical(program.to_json()), "graph")
 
 

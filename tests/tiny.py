@@ -79,13 +79,20 @@ TINY: dict[str, dict[str, Any]] = {
         index_n_heads=2, index_topk=64,
     ),
 }  # fmt: skip
-FAMILIES: tuple[str, ...] = tuple(f for f in TINY if f != "glm_moe_dsa")  # those that ktc runs, not only plans
+FAMILIES: tuple[str, ...] = tuple(TINY)
 _ROUTER = (".mlp.gate.weight", ".mlp.router.weight", ".block_sparse_moe.router.weight")
 
 
 def twin_of(path: Path) -> Path:
     """The exactly dequantised fp32 checkpoint that belongs to a quantised one."""
     return path.with_name(path.name + "-fp32")
+
+
+def longrope(family: str) -> dict[str, Any]:
+    """`rope_parameters` whose frequencies are others from position 32 on."""
+    head = int(TINY[family].get("qk_rope_head_dim", 16))
+    factors = {"short_factor": [1.0] * (head // 2), "long_factor": [1.0 + 0.5 * i for i in range(head // 2)]}
+    return {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:

@@ -145,8 +145,8 @@ class StackWeights:
         self._made.append(made)
         return made
 
-    def callback(self, module: str) -> Callback:
-        raise KtcError(f"{module} has no native operator")
+    def callback(self, node: Node) -> Callback:
+        raise KtcError(f"{node.module} has no native operator")
 
 
 def build_stack(options: StackOptions) -> tuple[GraphExecutor, Plan]:

@@ -51,8 +51,8 @@ class Weights(Protocol):
     def experts(self, module: str) -> Any:
         """The packed experts of a MoE block: a `_runtime.Moe`."""
 
-    def callback(self, module: str) -> Callback:
-        """Hugging Face's code of a module."""
+    def callback(self, node: Node) -> Callback:
+        """Hugging Face's code of a `callback` node's module."""
 
 
 def check_deferral(program: Program, n_deferred: int | None, n_skipped: int) -> None:
@@ -158,7 +158,7 @@ class GraphExecutor:
             refs,
             linear=self.weights.linear(node) if packed else None,
             experts=experts,
-            callback=self.weights.callback(node.module) if node.op == "callback" else None,
+            callback=self.weights.callback(node) if node.op == "callback" else None,
         )
 
     def _ref(self, node: Node, role: str) -> WeightRef:

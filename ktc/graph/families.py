@@ -43,6 +43,8 @@ class Skeleton:
         attention: "gqa" or "mla"; `rope`: a ROPE_ value; `scale`: of the scores.
         window: layer index -> keys that a token sees, 0 = all.
         clip: limit on q, k and v before rope, 0 = none.
+        attention_stays: why the attention has no native operator and stays Hugging Face's code, "" = it has one;
+            `attention` then says what its cache holds, and `rope` and `scale` mean nothing.
         moe: attribute of the decoder layer that holds the MoE block (or dense MLP); `router`: its router.
         embed_scale, residual_scale, logit_divisor: granite's multipliers.
     """
@@ -53,6 +55,7 @@ class Skeleton:
     rope: int = ROPE_HALF
     window: Callable[[int], int] = lambda layer: 0
     clip: float = 0.0
+    attention_stays: str = ""
     moe: str = "mlp"
     router_name: str = "gate"
     shared: str | None = None
@@ -160,6 +163,11 @@ def _granitemoe(config: Config) -> Skeleton:
     )  # fmt: skip
 
 
+def _glm_moe_dsa(config: Config) -> Skeleton:
+    stays = "sparse attention (its indexer chooses the keys of each token) has no native operator"
+    return Skeleton("mla", _grouped_sigmoid(config), _mla_scale(config), shared="shared_experts", attention_stays=stays)
+
+
 SKELETONS: dict[str, Callable[[Config], Skeleton]] = {
     "deepseek_v3": _deepseek_v3,
     "deepseek_v2": _deepseek_v2,
@@ -171,6 +179,7 @@ SKELETONS: dict[str, Callable[[Config], Skeleton]] = {
     "gpt_oss": _gpt_oss,
     "minimax_m2": _minimax_m2,
     "granitemoe": _granitemoe,
+    "glm_moe_dsa": _glm_moe_dsa,
 }
 
 

@@ -5,7 +5,7 @@ Built from a plan (compile time, bundle) or from a Hugging Face model in memory 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ktc.plan.ir import LinearPlan, MoePlan, Plan
@@ -19,17 +19,19 @@ class Inventory:
         linears: module -> LinearPlan, for linears on packed tiles.
         moes: module -> MoePlan, for MoE blocks with packed experts.
         tied: parameter that is not stored -> the stored one that it equals.
+        callbacks: module that the recipe leaves to Hugging Face's code in the graph too -> why.
     """
 
     tensors: dict[str, tuple[int, ...]]
     linears: dict[str, LinearPlan]
     moes: dict[str, MoePlan]
     tied: dict[str, str]
+    callbacks: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_plan(cls, plan: Plan) -> Inventory:
         tensors: dict[str, tuple[int, ...]] = {}
-        linears, moes = {}, {}
+        linears, moes, callbacks = {}, {}, {}
         for m in plan.modules:
             prefix = f"{m.name}." if m.name else ""
             tensors.update({prefix + key: shape for key, (shape, _) in m.params.items()})
@@ -37,7 +39,9 @@ class Inventory:
                 linears[m.name] = m.linear
             if m.moe is not None:
                 moes[m.name] = m.moe
-        return cls(tensors, linears, moes, dict(plan.tied))
+            if m.callback:
+                callbacks[m.name] = f"{plan.rules[m.rule].where} says so" if m.rule is not None else "the plan says so"
+        return cls(tensors, linears, moes, dict(plan.tied), callbacks)
 
     @classmethod
     def from_model(cls, model: Any) -> Inventory:

@@ -101,7 +101,9 @@ class Node:
         params: numbers only, so that a node means the same in JSON, Python and C++.
         weights: role -> tensor name (module-tree name, or packed X.tiles and so on), or a constant's name.
         module: for moe_submit and callback: the module whose experts or code run. A moe_submit without weights runs
-            packed experts, one with weights the unpacked matrices of a block that no rule matched.
+            packed experts, one with weights the unpacked matrices of a block that no rule matched. A callback with
+            `attention` = 1 is given positions and a cache: `window` as in gqa, and `cache` is how many floats of a
+            position it will keep.
     """
 
     op: str
@@ -148,7 +150,9 @@ class Program:
         return replace(self, nodes=nodes)
 
     def state_bytes(self, context: int) -> int:
-        return 4 * context * sum(s.floats_per_position for s in self.states)
+        """Of all caches, those of callbacks included."""
+        called = sum(int(n.params.get("cache", 0)) for n in self.nodes if n.op == "callback")
+        return 4 * context * (sum(s.floats_per_position for s in self.states) + called)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -180,7 +184,7 @@ class Program:
 
     def _check_types(self) -> None:
         """Everything has the type that the class says; what the values mean is verify.py's and the executor's."""
-        whole = [self.hidden, self.vocab, self.context]
+        whole: list[Any] = [self.hidden, self.vocab, self.context]
         numbers: list[Any] = [v for vector in self.constants.values() for v in vector]
         texts = [self.model_type, *self.constants, *self.notes]
         for buffer in self.buffers:
@@ -194,6 +198,7 @@ class Program:
         for node in self.nodes:
             whole += [*node.inputs, *node.outputs, *node.states]
             numbers += node.params.values()
+            whole += [node.params[k] for k in ("window", "cache") if node.op == "callback" and k in node.params]
             texts += [node.op, node.name, node.module, *node.params, *node.weights, *node.weights.values()]
         for count in whole:
             if type(count) is not int or not 0 <= count < 1 << 40:

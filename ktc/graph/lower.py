@@ -1,7 +1,8 @@
 """Config + inventory -> Program. Lowering, not tracing: every family in scope is one skeleton (families.py).
 
 What the plan packed runs on packed tiles, what it kept runs on the native operators over the kept
-weights, which compute the same thing; a module named in `callbacks` stays Hugging Face's own code.
+weights, which compute the same thing. An attention or a dense MLP that they cannot reproduce, or that the
+recipe says so of, is a callback: Hugging Face's own code, which needs torch at run time.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from collections.abc import Collection
 from typing import Any
 
 from ktc.errors import UnsupportedModelError
+from ktc.graph.assemble import Assembly
 from ktc.graph.families import Skeleton, head_dim, skeleton_for
 from ktc.graph.inventory import Inventory
-from ktc.graph.ir import LOGITS, Buffer, BufferType, Node, Program, Rows, State
+from ktc.graph.ir import LOGITS, Node, Program
+from ktc.graph.render import callback_notes
 from ktc.graph.rotary import rotary_constants
 from ktc.graph.verify import verify
 from ktc.layout import Activation
@@ -30,97 +33,45 @@ def lower(config: Any, inventory: Inventory, callbacks: Collection[str] = ()) ->
 
     Args:
         config: transformers config object.
-        callbacks: attention or MLP modules to leave to Hugging Face (`model.layers.0.mlp`).
+        callbacks: attention or MLP modules to leave to Hugging Face (`model.layers.0.mlp`), beside those that the
+            inventory names.
     Raises:
-        UnsupportedModelError: a value that the native operators cannot reproduce.
+        UnsupportedModelError: something that neither the native operators nor a callback can do.
     """
-    program = _Lowering(config, inventory, frozenset(callbacks)).run()
+    program = _Lowering(config, inventory, dict.fromkeys(callbacks, "as asked for") | inventory.callbacks).run()
     verify(program, inventory.names(), inventory.moes)
     return program
 
 
-class _Lowering:
-    """State of one lowering: buffers, caches and nodes so far."""
+class _Lowering(Assembly):
+    """One model."""
 
-    def __init__(self, config: Any, inventory: Inventory, callbacks: frozenset[str]) -> None:
-        self.config, self.inventory, self.callbacks = config, inventory, callbacks
+    def __init__(self, config: Any, inventory: Inventory, callbacks: dict[str, str]) -> None:
         self.skeleton: Skeleton = skeleton_for(config)
+        super().__init__(inventory, float(config.rms_norm_eps), self.skeleton.residual_scale, callbacks)
+        self.config = config
         self.hidden = int(config.hidden_size)
-        self.eps = float(config.rms_norm_eps)
-        self.buffers: list[Buffer] = []
-        self.states: list[State] = []
-        self.nodes: list[Node] = []
-
-    # ---- small parts --------------------------------------------------------------------------
-    def buffer(self, name: str, cols: int, rows: Rows = "T", dtype: BufferType = "f32") -> int:
-        self.buffers.append(Buffer(len(self.buffers), name, rows, cols, dtype))
-        return len(self.buffers) - 1
-
-    def state(self, name: str, floats: int) -> int:
-        self.states.append(State(len(self.states), name, floats))
-        return len(self.states) - 1
-
-    def cols(self, b: int) -> int:
-        return self.buffers[b].cols
-
-    def tensor(self, name: str) -> str:
-        found = self.inventory.find(name)
-        if found is None:
-            raise UnsupportedModelError(f"the decode graph needs {name}, which this model does not have")
-        return found
-
-    def norm(
-        self, name: str, x: int, out: str, *, deltas: tuple[int, ...] = (), eps: float | None = None, rows: Rows = "T"
-    ) -> tuple[int, int]:
-        """y = rms_norm(x + scale * sum(deltas)); returns (y, the sum or x)."""
-        width = self.cols(x)
-        weight = self.tensor(f"{name}.weight")
-        cols = self.inventory.shape(weight)[0]
-        y = self.buffer(out, width, rows)
-        total = self.buffer(f"{out}.sum", width, rows) if deltas else x
-        params = {"cols": cols, "groups": width // cols, "eps": self.eps if eps is None else eps}
-        if deltas:
-            params["scale"] = self.skeleton.residual_scale
-        outputs = (y, total) if deltas else (y,)
-        self.nodes.append(Node("rms_norm", name, (x, *deltas), outputs, params=params, weights={"weight": weight}))
-        return y, total
-
-    def linear(self, name: str, x: int, out: str, rows: Rows = "T") -> int:
-        packed = self.inventory.linears.get(name)
-        if packed is not None:
-            n, k = packed.n, packed.k
-            weights = {"tiles": f"{name}.tiles"}
-            weights |= {"scale": f"{name}.scale"} if packed.layout.scale_count else {}
-            weights |= {"mult": f"{name}.mult"} if packed.layout.mult_bytes else {}
-            weights |= {"bias": f"{name}.bias"} if packed.bias else {}
-        else:
-            weight = self.tensor(f"{name}.weight")
-            n, k = self.inventory.shape(weight)
-            weights = {"weight": weight}
-            bias = self.inventory.find(f"{name}.bias")
-            weights |= {"bias": bias} if bias is not None else {}
-        y = self.buffer(out, n, rows)
-        self.nodes.append(Node("linear", name, (x,), (y,), params={"n": n, "k": k}, weights=weights))
-        return y
-
-    def has(self, name: str) -> bool:
-        return self.inventory.find(name) is not None
+        self.cos = self.sin = -1
 
     # ---- the model ----------------------------------------------------------------------------
     def run(self) -> Program:
         c, s = self.config, self.skeleton
         layers = int(c.num_hidden_layers)
-        inv_freq, scaling = rotary_constants(c)
+        constants: dict[str, tuple[float, ...]] = {}
         x = self.buffer("embedding", self.hidden)
         self.nodes.append(
             Node("embed", "model.embed_tokens", (), (x,), params={"scale": s.embed_scale},
                  weights={"weight": self.tensor("model.embed_tokens.weight")})
         )  # fmt: skip
-        self.cos, self.sin = self.buffer("cos", len(inv_freq)), self.buffer("sin", len(inv_freq))
-        self.nodes.append(
-            Node("rope_table", "model.rotary_emb", (), (self.cos, self.sin), params={"scaling": scaling},
-                 weights={"inv_freq": ROPE_FREQUENCIES})
-        )  # fmt: skip
+        rotary = self.rotary([f"model.layers.{layer}.self_attn" for layer in range(layers)])
+        if rotary is not None:
+            inv_freq, scaling = rotary
+            constants[ROPE_FREQUENCIES] = inv_freq
+            self.cos, self.sin = self.buffer("cos", len(inv_freq)), self.buffer("sin", len(inv_freq))
+            self.nodes.append(
+                Node("rope_table", "model.rotary_emb", (), (self.cos, self.sin), params={"scaling": scaling},
+                     weights={"inv_freq": ROPE_FREQUENCIES})
+            )  # fmt: skip
         moe_layers = [i for i in range(layers) if self.is_moe(i)]
         deltas: tuple[int, ...] = ()
         for layer in range(layers):
@@ -129,9 +80,7 @@ class _Lowering:
             attention = self.attention(layer, f"{module}.self_attn", normed, tag)
             normed, x = self.norm(f"{module}.post_attention_layernorm", x, f"{tag}.mlp_in", deltas=(attention,))
             block = f"{module}.{s.moe}"
-            if block in self.callbacks:
-                deltas = (self.callback(block, normed, f"{tag}.mlp_out"),)
-            elif layer in moe_layers:
+            if layer in moe_layers:
                 deltas = self.moe(block, normed, tag, last=layer == moe_layers[-1])
             else:
                 deltas = (self.mlp(block, normed, f"{tag}.mlp"),)
@@ -145,7 +94,9 @@ class _Lowering:
             out = self.buffer(LOGITS, vocab, "R")
             params = {"cols": vocab, "divisor": s.logit_divisor}
             self.nodes.append(Node("divide", "lm_head", (logits,), (out,), params=params))
-        notes = tuple(f"{m} runs Hugging Face's own code, so torch is loaded" for m in sorted(self.callbacks))
+        called = {node.module: self.callbacks.pop(node.module) for node in self.nodes if node.op == "callback"}
+        if self.callbacks:
+            raise UnsupportedModelError(f"the decode graph has no module {next(iter(self.callbacks))} to call")
         return Program(
             model_type=str(c.model_type),
             hidden=self.hidden,
@@ -154,8 +105,8 @@ class _Lowering:
             buffers=tuple(self.buffers),
             states=tuple(self.states),
             nodes=tuple(self.nodes),
-            constants={ROPE_FREQUENCIES: inv_freq},
-            notes=notes,
+            constants=constants,
+            notes=callback_notes(called),
         )
 
     def last_rows(self, x: int) -> int:
@@ -163,17 +114,35 @@ class _Lowering:
         self.nodes.append(Node("last_rows", self.buffers[x].name, (x,), (y,), params={"cols": self.cols(x)}))
         return y
 
-    def callback(self, module: str, x: int, out: str) -> int:
-        y = self.buffer(out, self.cols(x))
-        self.nodes.append(Node("callback", module, (x,), (y,), params={"cols": self.cols(x)}, module=module))
-        return y
-
     # ---- attention ----------------------------------------------------------------------------
+    def rotary(self, attentions: list[str]) -> tuple[tuple[float, ...], float] | None:
+        """The table of frequencies and its factor; None where no attention needs it: all are callbacks then."""
+        stays = self.skeleton.attention_stays
+        if not stays and self.callbacks.keys() >= set(attentions):
+            return None
+        try:
+            if not stays:
+                return rotary_constants(self.config)
+        except UnsupportedModelError as error:
+            stays = error.message
+        for module in attentions:
+            self.callbacks.setdefault(module, stays)
+        return None
+
     def attention(self, layer: int, module: str, x: int, tag: str) -> int:
-        if module in self.callbacks:
-            return self.callback(module, x, f"{tag}.attention_out")
         make = self.mla if self.skeleton.attention == "mla" else self.gqa
-        return self.linear(f"{module}.o_proj", make(layer, module, x, tag), f"{tag}.attention_out")
+        out = f"{tag}.attention_out"
+        return self.native(
+            module, x, out, lambda: self.linear(f"{module}.o_proj", make(layer, module, x, tag), out), attention=1,
+            window=self.skeleton.window(layer), cache=self.cache_floats(),
+        )  # fmt: skip
+
+    def cache_floats(self) -> int:
+        """What Hugging Face's attention keeps of a position, in one layer."""
+        c = self.config
+        if self.skeleton.attention == "mla":
+            return int(c.kv_lora_rank) + int(c.qk_rope_head_dim) + int(getattr(c, "index_head_dim", 0))
+        return 2 * int(c.num_key_value_heads) * head_dim(c)
 
     def bf16(self, *projections: str) -> int:
         """1 if prefill may multiply queries, keys, values and probabilities in bf16.
@@ -241,11 +210,15 @@ class _Lowering:
     # ---- MLP and MoE --------------------------------------------------------------------------
     def is_moe(self, layer: int) -> bool:
         block = f"model.layers.{layer}.{self.skeleton.moe}"
-        return block not in self.callbacks and self.has(f"{block}.{self.skeleton.router_name}.weight")
+        routed = block in self.inventory.moes or self.has(f"{block}.{self.skeleton.router_name}.weight")
+        return routed and block not in self.callbacks
 
     def mlp(self, module: str, x: int, tag: str) -> int:
+        return self.native(module, x, f"{tag}.out", lambda: self.native_mlp(module, x, tag))
+
+    def native_mlp(self, module: str, x: int, tag: str) -> int:
         if getattr(self.config, "hidden_act", "silu") not in ("silu", "swish"):
-            raise UnsupportedModelError(f"{module}: activation {self.config.hidden_act!r} has no native operator")
+            raise UnsupportedModelError(f"activation {self.config.hidden_act!r} has no native operator")
         gate = self.linear(f"{module}.gate_proj", x, f"{tag}.gate")
         up = self.linear(f"{module}.up_proj", x, f"{tag}.up")
         h = self.buffer(f"{tag}.h", self.cols(gate))

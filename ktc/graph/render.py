@@ -5,6 +5,20 @@ from __future__ import annotations
 import re
 
 from ktc.graph.ir import Node, Program
+from ktc.plan.render import ranges
+
+
+def callback_notes(callbacks: dict[str, str]) -> tuple[str, ...]:
+    """One line per reason and kind of module, for callbacks: module -> why."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for module, why in callbacks.items():
+        groups.setdefault((_general(module), why), []).append(module)
+    out = []
+    for (pattern, why), modules in groups.items():
+        layers = sorted(int(number) for module in modules for number in re.findall(r"(?<=layers\.)\d+", module))
+        name = modules[0] if len(modules) == 1 else pattern.replace("*", ranges(layers), 1)
+        out.append(f"{name} is Hugging Face's code, called in torch: {why}")
+    return tuple(out)
 
 
 def _number(value: float) -> str:

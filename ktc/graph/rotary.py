@@ -1,6 +1,7 @@
 """Rotary frequencies as constants of a program: what Hugging Face computes from the config, frozen at compile time.
 
-Position-dependent rescaling ("dynamic", "longrope") is data-dependent and refused: a program has one table.
+Frequencies that depend on the position ("longrope") are refused: a program has one table.
+Attention then stays Hugging Face's code (lower.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from typing import Any
 
 from ktc.errors import UnsupportedModelError
 
-STATIC_TYPES = ("default", "linear", "yarn", "llama3", "proportional")
+# "dynamic" changes them beyond max_position_embeddings, where no program goes.
+STATIC_TYPES = ("default", "linear", "yarn", "llama3", "proportional", "dynamic")
 
 
 def rotary_constants(config: Any) -> tuple[tuple[float, ...], float]:
@@ -23,9 +25,7 @@ def rotary_constants(config: Any) -> tuple[tuple[float, ...], float]:
     kind = config.rope_parameters.get("rope_type", "default")
     if kind not in STATIC_TYPES:
         raise UnsupportedModelError(
-            f"model.rotary_emb: rope type {kind!r} changes its frequencies with the position; the decode graph has one"
-            " table",
-            "--graph off runs Hugging Face's modules",
+            f"rope type {kind!r} changes its frequencies with the position; the decode graph has one table"
         )
     if kind == "default":
         inv_freq, scaling = _model_rotary(config)

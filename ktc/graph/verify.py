@@ -92,6 +92,8 @@ def verify(program: Program, tensors: Collection[str] | None = None, moes: Colle
         unknown = set(node.weights) - set(op.weights) - set(op.optional_weights)
         if unknown:
             raise _fail(index, node, f"has unknown weights {', '.join(sorted(unknown))}")
+        if node.op == "callback" and node.params.get("attention") and not {"window", "cache"} <= node.params.keys():
+            raise _fail(index, node, "lacks window or cache")
         if node.op == "linear" and not ({"weight", "tiles"} & set(node.weights)):
             raise _fail(index, node, "lacks a weight")
         if tensors is not None:

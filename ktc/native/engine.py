@@ -1,4 +1,6 @@
-"""A bundle as a native model: open, judge, read the weights, build the executor. No torch, no transformers.
+"""A bundle as a native model: open, judge, read the weights, build the executor.
+
+No torch and no transformers, unless the program calls modules of Hugging Face's (modules.py).
 
 `NativeModel` keeps the position and the caches of one sequence: `prefill` any number of tokens (in chunks
 of bounded scratch), `decode` one. Sampling and text are elsewhere (generate.py in this folder).
@@ -6,10 +8,8 @@ of bounded scratch), `decode` one. Sampling and text are elsewhere (generate.py 
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 
 from ktc.engine.generate import check_tokens
 from ktc.engine.opening import open_judged, open_kernels
-from ktc.engine.placement import NodePlacement, misplaced
+from ktc.engine.placement import misplaced
 from ktc.errors import BuildError, BundleError, KtcError
 from ktc.graph.build import PREFILL_CHUNK, GraphExecutor
 from ktc.graph.ir import Program
+from ktc.native.modules import BundleModules, module_bytes
+from ktc.native.report import NativeReport
 from ktc.native.weights import BundleWeights, wanted_tensors
-from ktc.progress import Progress, format_bytes, format_seconds
+from ktc.progress import Progress
 
 if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle
@@ -33,68 +35,6 @@ if TYPE_CHECKING:
 PROGRAM_FILE = "graph/program.json"
 DEFAULT_CONTEXT = 8192
 """Positions of the caches unless asked otherwise (the model's own limit may be larger, and so would its caches)."""
-
-
-@dataclass
-class NativeReport:
-    """What was loaded and what is worse than it could be; same role as the eager engine's LoadReport."""
-
-    bundle: str
-    variant: str
-    isa: str
-    attention: str
-    threads: list[int]
-    weight_bytes: int = 0
-    weights: BundleWeights | None = None
-    arena_bytes: int = 0
-    cache_bytes: int = 0
-    context: int = 0
-    n_deferred: int | None = None
-    n_skipped: int = 0
-    seconds: float = 0.0
-    placement: list[NodePlacement] = field(default_factory=list)
-    degraded: list[str] = field(default_factory=list)
-    plan: Plan | None = None
-    lib: Any = None
-
-    @property
-    def huge_bytes(self) -> int:
-        """Bytes of the weights that the kernel really keeps in huge pages; asked now, which takes a while."""
-        return self.weights.huge_bytes() if self.weights is not None else 0
-
-    @property
-    def layers(self) -> list[tuple[str, str]]:
-        return describe_native(self.plan, self.lib) if self.plan is not None else []
-
-    def lines(self) -> list[str]:
-        share = self.huge_bytes / self.weight_bytes if self.weight_bytes else 0.0
-        out = [
-            f"native graph: {format_bytes(self.weight_bytes)} of weights in {format_seconds(self.seconds)},"
-            f" {share:.0%} in huge pages; kernels {self.variant}, operators {self.isa},"
-            f" prefill attention {self.attention}, {sum(self.threads)} threads",
-            f"  caches {format_bytes(self.cache_bytes)} for {self.context} positions,"
-            f" scratch {format_bytes(self.arena_bytes)}",
-        ]
-        out += [f"  {p.line()}" for p in self.placement]
-        if self.n_deferred:
-            out.append(f"  {self.n_deferred} experts of each MoE layer are deferred while decoding")
-        if self.n_skipped:
-            out.append(f"  the {self.n_skipped} lowest experts of each MoE layer are skipped while decoding")
-        layers = self.layers
-        width = max((len(where) for where, _ in layers), default=0)
-        out += [f"  {where:<{width}}  {what}" for where, what in layers]
-        return out + [f"  degraded: {reason}" for reason in self.degraded]
-
-
-def describe_native(plan: Plan, lib: Any) -> list[tuple[str, str]]:
-    """(where, what it runs on); what the eager engine leaves to Hugging Face runs on the graph's operators here."""
-    from ktc.engine.report import describe
-
-    out = []
-    for where, what in describe(plan, lib):
-        what = what.replace("latent attention, torch fp32", "latent attention, native fp32")
-        out.append((where, re.sub(r"^Hugging Face (\w+), fp32", r"native graph (\1), weights as stored", what)))
-    return out
 
 
 class NativeModel:
@@ -206,7 +146,8 @@ def lower_bundle(config: dict[str, Any], plan: Any) -> Program:
 
 
 def outlook(config: dict[str, Any], plan: Plan) -> str:
-    """One line on how a bundle of this plan will run: on the decode graph, or on modules in torch, and why."""
+    """How a bundle of this plan will run: on the decode graph, or on modules in torch, and why. A line, and one for
+    each kind of module that the graph calls in torch."""
     from ktc.errors import UnsupportedModelError
 
     if plan.uses_cuda():
@@ -216,10 +157,18 @@ def outlook(config: dict[str, Any], plan: Plan) -> str:
     except UnsupportedModelError as error:
         return f"no decode graph: {error.message}; this bundle runs on Hugging Face's modules, which is slower"
     kinds = {"bf16" if n.params["bf16"] else "fp32" for n in program.nodes if n.op in ("gqa", "mla")}
-    return (
-        f"decode graph: {len(program.nodes)} nodes, all native (what no rule matched, on the weights as stored);"
-        f" prefill attention {'/'.join(sorted(kinds))}"
+    kinds |= {"in torch" for n in program.nodes if n.op == "callback" and n.params.get("attention")}
+    called = len(program.callbacks())
+    native = (
+        f"{called} of them callbacks into torch, so it is loaded and slower; the others native"
+        if called
+        else "all native"
     )
+    lines = [
+        f"decode graph: {len(program.nodes)} nodes, {native} (what no rule matched, on the weights as stored);"
+        f" prefill attention {'/'.join(sorted(kinds))}"
+    ]
+    return "\n".join([*lines, *(f"  {note}" for note in program.notes)])
 
 
 def open_native(
@@ -273,17 +222,23 @@ def open_native(
         degraded.append(f"a context of {context} positions was asked for; the model has {program.context}")
     context = min(context or DEFAULT_CONTEXT, program.context)
     total = sum(ref.nbytes for ref in wanted_tensors(bundle, program).values())
+    called_bytes, called_memory = module_bytes(bundle, program)
     if check_memory:
-        caches = sum(4 * state.floats_per_position for state in program.states) * context
         refuse_too_large(
-            total + caches,
+            total + called_memory + program.state_bytes(context),
             f"the weights and the caches of {context} positions need",
             "close other programs, give --context a smaller number, or compile with fewer bits per weight",
         )
     try:
-        with Progress("load weights", total, "B") as progress:
-            min_rows = load_tuning().min_rows
-            weights = BundleWeights(bundle, program, lib, pool, force_kernel, min_rows, progress, not emulate_nodes)
+        with Progress("load weights", total + called_bytes, "B") as progress:
+            min_rows, bind = load_tuning().min_rows, not emulate_nodes
+            modules = None
+            if program.callbacks():
+                modules = BundleModules(
+                    bundle, program, lib, pool, context=context, force=force_kernel, min_rows=min_rows,
+                    progress=progress, bind=bind,
+                )  # fmt: skip
+            weights = BundleWeights(bundle, program, lib, pool, force_kernel, min_rows, progress, bind, modules)
         graph = GraphExecutor(
             program,
             weights,
@@ -312,7 +267,7 @@ def open_native(
         weights.nbytes,
         weights,
         graph.arena_bytes,
-        graph.state_bytes,
+        program.state_bytes(graph.context),
         graph.context,
         n_deferred,
         n_skipped,
@@ -321,6 +276,7 @@ def open_native(
         degraded,
         bundle.plan,
         lib,
+        program,
     )
     if strict and degraded:
         raise KtcError("strict: " + "; ".join(degraded), "leave out --strict to run all the same")

@@ -1,5 +1,7 @@
 """A bundle's weights for the native executor: packed bytes and large matrices once, in huge pages; no torch.
 
+What callback nodes call has its weights elsewhere (modules.py).
+
 Matrices keep their stored data type (bf16 stays bf16, read by the operators); vectors are widened to fp32.
 Everything is read file by file, in order, by threads of the node that uses it (failures M1, M5).
 """
@@ -25,6 +27,7 @@ from ktc.progress import Progress
 
 if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle, TensorRef
+    from ktc.native.modules import BundleModules
 
 ALIGN = 64
 PAGE = 4096
@@ -79,9 +82,11 @@ class BundleWeights:
         min_rows: Mapping[str, int] | None = None,
         progress: Progress | None = None,
         bind: bool = True,
+        modules: BundleModules | None = None,
     ) -> None:
         """
         Args:
+            modules: what the program's callback nodes call.
             bind: place a node's experts on that NUMA node (not where nodes are emulated).
             force: part of the name of kernels to use whatever the row count.
             min_rows: measured crossovers of `ktc tune`.
@@ -96,13 +101,14 @@ class BundleWeights:
         self._address: dict[Key, int] = {}
         self._vectors: dict[str, NDArray[np.float32]] = {}
         self._native: list[Any] = []
+        self._modules = modules
         self._progress = progress
         self._bind = bind and bundle.nodes > 1  # of one node: its threads may be anywhere
         self._read_all(program)
 
     @property
     def nbytes(self) -> int:
-        return sum(int(b.nbytes) for b in self.buffers)
+        return sum(int(b.nbytes) for b in self.buffers) + (self._modules.nbytes if self._modules is not None else 0)
 
     def huge_bytes(self) -> int:
         return sum(int(b.huge_bytes()) for b in self.buffers)
@@ -145,12 +151,14 @@ class BundleWeights:
         self._native.append(made)
         return made
 
-    def callback(self, module: str) -> Callback:
-        raise KtcError(f"{module} needs Hugging Face's own code", "run with --graph off")
+    def callback(self, node: Node) -> Callback:
+        if self._modules is None:
+            raise KtcError(f"{node.module} needs Hugging Face's own code", "run with --graph off")
+        return self._modules.callbacks.make(node)
 
     def native_operators(self) -> list[Any]:
-        """Every Linear and Moe that was made."""
-        return list(self._native)
+        """Every Linear and Moe that was made, those inside called modules included."""
+        return [*self._native, *(self._modules.native_operators() if self._modules is not None else [])]
 
     # ---- reading ------------------------------------------------------------------------------
     def _find(self, key: Key) -> TensorRef:

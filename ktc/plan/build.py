@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 PROTECTED_ROLES = ("protected_linear", "router")
 MIN_IMMEDIATE_EXPERTS = 2
+CALLBACK_ROLES = ("attention", "mla", "dense_mlp", "shared_expert")
+CALLBACK_NOTE = "stays Hugging Face's code in the decode graph too, so torch is loaded at run time"
 _WANTED_ROLE = {"moe": "moe", "mla": "mla", "embedding": "embedding"}
 
 
@@ -124,6 +126,8 @@ class _Builder:
         skipped: set[str] = set()
         if rule is None or kept_by is not None or rule.operator == "hf":
             planned = self._keep(own, module)
+            if rule is not None and kept_by is None and rule.callback:
+                planned = replace(planned, callback=True, note=CALLBACK_NOTE)
         elif rule.operator == "linear":
             planned = self._linear(own, module, rule)
         elif rule.operator == "moe":
@@ -160,6 +164,11 @@ class _Builder:
                 f"{where}: ktc.Linear replaces torch.nn.Linear, but the rule also matches"
                 f" {name or 'the model'} ({short})",
                 "add class: torch.nn.Linear to the rule's match",
+            )
+        if rule.callback and role not in CALLBACK_ROLES:
+            raise RecipeError(
+                f"{where}: callback: true also matches {name or 'the model'} ({short}, role {role})",
+                f"the decode graph can call modules of role {', '.join(CALLBACK_ROLES)}: add the role to match",
             )
         wanted = _WANTED_ROLE.get(rule.operator)
         if wanted is not None and role != wanted:

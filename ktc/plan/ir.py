@@ -108,6 +108,7 @@ class ModulePlan:
         rule: index of the recipe rule that matched, or None.
         params: own parameters kept as they are: name relative to the module -> (shape, dtype name).
         nbytes: bytes of this module's own weights on `device` (not its children's, not the experts').
+        callback: stays Hugging Face's code in the decode graph too.
         note: why something unexpected holds (protected, group fallback, padded, tied); shown by `ktc plan`.
     """
 
@@ -121,6 +122,7 @@ class ModulePlan:
     params: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
     moe: MoePlan | None = None
     linear: LinearPlan | None = None
+    callback: bool = False
     note: str = ""
 
 
@@ -177,6 +179,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
         for module in data["modules"]:
+            if not module["callback"]:  # as written before there were any
+                del module["callback"]
             if module["moe"] is not None and not module["moe"]["hot"]:  # as written before there were any
                 del module["moe"]["hot"], module["moe"]["hot_share"]
         return data

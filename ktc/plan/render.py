@@ -56,11 +56,11 @@ def _group_name(group: Sequence[ModulePlan]) -> str:
     numbers = [_LAYER.findall(n) for n in names]
     out = _LAYER.sub("\0", names[0])
     for place in range(len(numbers[0])):
-        out = out.replace("\0", _ranges(sorted({int(n[place]) for n in numbers})), 1)
+        out = out.replace("\0", ranges(sorted({int(n[place]) for n in numbers})), 1)
     return out
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """[3, 4, 5, 9] -> "{3-5,9}"; a single number stays bare."""
     if len(numbers) == 1:
         return str(numbers[0])

@@ -89,6 +89,7 @@ class Rule:
         scheme: for ktc.FusedMoE and ktc.Linear.
         hot_experts: how many of the most used experts of each layer the block's device takes, by the counts in
             `hot_profile` (as written; relative to the recipe's folder). 0 and "": none.
+        callback: for default: Hugging Face's code runs in the decode graph too.
     """
 
     index: int
@@ -104,6 +105,7 @@ class Rule:
     n_deferred_experts: int | Literal["auto"] = 0
     hot_experts: int = 0
     hot_profile: str = ""
+    callback: bool = False
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,7 @@ def _rule(document: Document, rule: dict[str, Any], path: Path, index: int) -> R
         n_deferred_experts=_deferred(kwargs.get("n_deferred_experts", 0)),
         hot_experts=int(kwargs.get("hot_experts", 0)),
         hot_profile=_hot_profile(document, kwargs, kwargs_path),
+        callback=kwargs.get("callback", False),
     )
 
 

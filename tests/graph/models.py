@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import DynamicCache
 
 from ktc.graph.build import GraphExecutor
 from ktc.graph.inventory import Inventory
@@ -15,17 +17,25 @@ from ktc.graph.oracle import ModelWeights
 from tests.tiny import tiny_model
 
 
-def executor(model: Any, pool: Any = None, **options: Any) -> GraphExecutor:
+def executor(model: Any, pool: Any = None, *, callbacks: Collection[str] = (), **options: Any) -> GraphExecutor:
     """The model's own weights on the native operators, nothing packed."""
-    program = lower(model.config, Inventory.from_model(model))
+    program = lower(model.config, Inventory.from_model(model), callbacks)
     return GraphExecutor(program, ModelWeights(model), pool, **{"chunk": 64, **options})
 
 
-def hf_logits(model: Any, ids: torch.Tensor) -> NDArray[np.float32]:
-    """[T, vocab] of one sequence, by Hugging Face, fp32."""
+def hf_logits(model: Any, ids: torch.Tensor, chunks: Sequence[int] | None = None) -> NDArray[np.float32]:
+    """[T, vocab] of one sequence, by Hugging Face, fp32.
+
+    Args:
+        chunks: prefill in these and then token by token, as `run`; None = all at once. The two differ where frequencies
+            or chosen keys (scores of an indexer are zero more often than not) depend on how much was seen.
+    """
+    sizes = [len(ids)] if chunks is None else [*chunks, *[1] * (len(ids) - sum(chunks))]
+    cache, parts = DynamicCache(config=model.config), []
     with torch.no_grad():
-        out: NDArray[np.float32] = model(ids[None]).logits[0].float().numpy()
-    return out
+        for part in ids.split(sizes):
+            parts.append(model(part[None], cache=cache, use_cache=True).logits[0].float().numpy())
+    return np.concatenate(parts)
 
 
 def run(graph: GraphExecutor, ids: torch.Tensor, chunks: list[int]) -> NDArray[np.float32]:

@@ -10,6 +10,7 @@ import pytest
 from ktc import _runtime
 from ktc.graph.build import GraphExecutor
 from ktc.graph.inventory import Inventory
+from ktc.graph.ir import Node
 from ktc.graph.lower import lower
 from ktc.graph.oracle import ModelWeights
 from tests.graph.models import deep_model, tokens
@@ -20,8 +21,8 @@ class Disturbed(ModelWeights):
 
     error: BaseException | None = None
 
-    def callback(self, module: str) -> Any:
-        inner = super().callback(module)
+    def callback(self, node: Node) -> Any:
+        inner = super().callback(node)
 
         def call(*args: int) -> None:
             if self.error is not None:

@@ -20,7 +20,7 @@ from ktc.errors import BundleError, KtcError
 from ktc.native import NativeModel, open_native
 from tests.parity.conftest import MODELS
 
-NAMES = [name for name in MODELS if name != "glm_moe_dsa"]
+NAMES = list(MODELS)
 Native = Callable[..., NativeModel]
 
 

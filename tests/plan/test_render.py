@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ktc.plan import build_plan, render
-from ktc.plan.render import _ranges
+from ktc.plan.render import ranges
 from ktc.recipe import load_recipe, parse_recipe
 from tests.tiny import tiny_config
 
@@ -22,7 +22,7 @@ from tests.tiny import tiny_config
     ],
 )
 def test_ranges(numbers: list[int], text: str) -> None:
-    assert _ranges(numbers) == text
+    assert ranges(numbers) == text
 
 
 def test_groups_and_totals() -> None:

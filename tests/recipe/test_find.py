@@ -73,8 +73,9 @@ def test_recipes_in_the_documentation_parse() -> None:
     """docs/recipes.md: every YAML block is a recipe, and the paper's is the one that is shipped."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text()
     blocks = [textwrap.dedent(b.split("```")[0]) for b in text.split("```yaml\n")[1:]]
-    example, hot, paper = (parse_recipe(block, "docs/recipes.md") for block in blocks)
+    example, callback, hot, paper = (parse_recipe(block, "docs/recipes.md") for block in blocks)
     assert [r.operator for r in example.rules] == ["moe", "linear"]
+    assert callback.rules[0].callback and callback.rules[0].operator == "hf"
     assert (hot.rules[0].hot_experts, hot.rules[0].hot_profile) == (8, "use.json")
     shipped = load_recipe("paper-deepseek-v3")
     assert [replace(r, line=0) for r in paper.rules] == [replace(r, line=0) for r in shipped.rules]

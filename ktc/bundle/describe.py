@@ -14,8 +14,12 @@ from typing import Any
 from ktc.bundle.judge import verdict
 from ktc.bundle.reader import Bundle
 from ktc.bundle.trust import ready_library
+from ktc.engine.report import by_words
 from ktc.host import this_host
+from ktc.native.engine import PROGRAM_FILE, load_program
+from ktc.native.report import native_groups
 from ktc.plan.ir import ModulePlan
+from ktc.plan.names import group_name
 
 PREFILL_TOKENS = 512  # tokens of one prefill step; scratch never has to hold more
 
@@ -24,6 +28,7 @@ def describe(bundle: Bundle, trust_sha256: Sequence[str] = ()) -> dict[str, Any]
     """Everything `ktc inspect` prints."""
     host, manifest = this_host(), bundle.manifest
     library = ready_library(bundle, trust_sha256, host)
+    lib = _open(library[1]) if library else None
     return {
         "bundle": str(bundle.path),
         "format": f"{manifest['format']['major']}.{manifest['format']['minor']}",
@@ -41,8 +46,8 @@ def describe(bundle: Bundle, trust_sha256: Sequence[str] = ()) -> dict[str, Any]
             for kernel in manifest["kernels"]
         ],
         "variant": library[0] if library else None,
-        "layers": layers(bundle.plan.modules),
-        "scratch": _scratch(bundle, library[1]) if library else None,
+        "layers": layers(bundle, lib),
+        "scratch": _scratch(bundle, lib) if lib else None,
         "goldens": _goldens(manifest),
         "verdict": verdict(bundle, trust_sha256=trust_sha256, host=host).to_json(),
     }
@@ -67,37 +72,58 @@ def sizes(bundle: Bundle) -> dict[str, int]:
     return out
 
 
-def layers(modules: Sequence[ModulePlan]) -> list[dict[str, Any]]:
-    """One row per kind of module: equal modules of different layers share a row."""
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}
-    for module in modules:
-        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", module.name)
-        stored = module.moe.scheme if module.moe else module.linear.scheme if module.linear else None
-        what = {
-            "modules": pattern or "(model)",
-            "operator": "Hugging Face" if module.operator == "hf" else module.operator,
-            "stored": str(stored) if stored else "as in the checkpoint",
-            "device": module.device,
-            "note": module.note,
-        }
-        key = tuple(what.values())
-        number = re.search(r"\.(\d+)(?:\.|$)", module.name)
-        row = rows.setdefault(key, {**what, "count": 0, "bytes": 0, "layers": []})
-        row["count"] += 1
-        row["bytes"] += module.nbytes
-        if module.moe is not None:
-            row["bytes"] += sum(module.moe.node_bytes(node) for node in range(len(module.moe.splits)))
-        if number:
-            row["layers"].append(int(number[1]))
-    return list(rows.values())
+def layers(bundle: Bundle, lib: Any) -> list[dict[str, Any]]:
+    """One row per kind of module, in the words of `ktc run -v`: equal modules of different layers share a row.
+
+    Args:
+        lib: the kernel library that would run here, or None.
+    """
+    rows = []
+    for what, group in _groups(bundle, lib):
+        first = group[0]
+        stored = first.moe.scheme if first.moe else first.linear.scheme if first.linear else None
+        experts = [m.moe for m in group if m.moe is not None]
+        rows.append(
+            {
+                "modules": group_name([m.name for m in group]),
+                "operator": first.operator,
+                "runs_on": what,
+                "stored": str(stored) if stored else "as in the checkpoint",
+                "device": first.device,
+                "note": first.note,
+                "count": len(group),
+                "bytes": sum(m.nbytes for m in group)
+                + sum(moe.node_bytes(node) for moe in experts for node in range(len(moe.splits))),
+            }
+        )
+    return rows
 
 
-def _scratch(bundle: Bundle, path: str) -> dict[str, int]:
+def _groups(bundle: Bundle, lib: Any) -> list[tuple[str, list[ModulePlan]]]:
+    """(what it runs on, modules) as `ktc run` would choose for this bundle, in the words of its report."""
+    if bundle.plan.uses_cuda():  # in which type it computes is settled when it is loaded
+        return [(_on_the_device(what), group) for what, group in by_words(bundle.plan, lib)]
+    if PROGRAM_FILE in bundle.files:
+        return native_groups(bundle.plan, lib, load_program(bundle).callbacks())
+    return by_words(bundle.plan, lib)
+
+
+def _on_the_device(what: str) -> str:
+    what = re.sub(r"^linear (\S+) on [^\[]+", r"linear \1 on the device ", what)
+    return re.sub(r", (torch )?fp32", "", what)
+
+
+def _open(path: str) -> Any:
+    from ktc import _runtime
+
+    return _runtime.KernelLib(os.fsencode(path))
+
+
+def _scratch(bundle: Bundle, lib: Any) -> dict[str, int]:
     """Bytes of the largest MoE layer's working memory: the budget is static, whatever the prompt's length."""
     from ktc import _runtime
     from ktc.bundle.verify import native_layer
 
-    lib = _runtime.KernelLib(os.fsencode(path))
     pool = _runtime.Pool([[cpu for node in _runtime.numa_nodes() for cpu in node]] * bundle.nodes, False)
     kinds = {m.moe: m for m in bundle.plan.moe_modules()}
     most = {1: 0, PREFILL_TOKENS: 0}

@@ -67,7 +67,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     total = sum(facts["sizes"].values())
     out += [f"  {format_bytes(size):>10}  {name}" for name, size in {**facts["sizes"], "total": total}.items()]
     out.append("layers")
-    out += _table(facts["layers"], facts["variant"])
+    out += _table(facts["layers"])
     out.append("kernels in the bundle")
     for kernel in facts["kernels"]:
         here = "runs here" if kernel["runs_here"] else "not for this CPU"
@@ -85,35 +85,10 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     return out
 
 
-def _table(rows: list[dict[str, Any]], variant: str | None) -> list[str]:
-    def runs_on(row: dict[str, Any]) -> str:
-        if row["operator"] in ("moe", "linear"):
-            return f"{row['operator']} on {variant or 'kernels still to be built'}"
-        return str(row["operator"])
-
-    cells = [
-        (_where(row), runs_on(row), row["stored"], row["device"], format_bytes(row["bytes"]), row["note"])
-        for row in rows
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    cells = [(row["modules"], format_bytes(row["bytes"]), row["device"], row["runs_on"]) for row in rows]
+    widths = [max(len(cell[i]) for cell in cells) for i in range(3)]
+    return [
+        f"  {where:<{widths[0]}}  {size:>{widths[1]}}  {device:<{widths[2]}}  {what}"
+        for where, size, device, what in cells
     ]
-    widths = [max(len(cell[i]) for cell in cells) for i in range(5)]
-    out = []
-    for *columns, note in cells:
-        padded = [text.ljust(width) for text, width in zip(columns, widths, strict=True)]
-        padded[-1] = columns[-1].rjust(widths[-1])
-        out.append("  " + "  ".join([*padded, note]).rstrip())
-    return out
-
-
-def _where(row: dict[str, Any]) -> str:
-    """`model.layers.{1-26}.mlp`: the module path with the layers it occurs in."""
-    name, numbers = row["modules"], row["layers"]
-    if not numbers or "*" not in name:
-        return str(name)
-    spans: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return str(name).replace("*", text if len(text) < 12 and text.isdigit() else f"{{{text}}}", 1)

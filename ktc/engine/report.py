@@ -12,6 +12,7 @@ from typing import Any
 
 from ktc.engine.placement import NodePlacement
 from ktc.plan.ir import ModulePlan, Plan
+from ktc.plan.names import group_name, pattern
 from ktc.progress import format_bytes, format_seconds
 
 
@@ -62,15 +63,20 @@ class LoadReport:
 
 def describe(plan: Plan, lib: Any) -> list[tuple[str, str]]:
     """(where, what it runs on) for every planned module; equal modules of different layers share a line."""
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    return [(group_name([m.name for m in group]), what) for what, group in by_words(plan, lib)]
+
+
+def by_words(plan: Plan, lib: Any) -> list[tuple[str, list[ModulePlan]]]:
+    """(what it runs on, modules) of the modules that differ in their layer number only.
+
+    Args:
+        lib: the kernel library that the model runs on, or None where none is known yet.
+    """
+    groups: dict[tuple[str, str], list[ModulePlan]] = defaultdict(list)
     latent = {m.name for m in plan.modules if m.operator == "mla"}
     for planned in plan.modules:
-        pattern, layer = _pattern(planned.name)
-        groups[pattern, _what(planned, latent, lib)].append(layer)
-    out = []
-    for (pattern, what), layers in groups.items():
-        out.append((pattern.replace("*", _spans(layers)) if layers[0] else pattern or "(model)", what))
-    return out
+        groups[pattern(planned.name), _what(planned, latent, lib)].append(planned)
+    return [(what, group) for (_, what), group in groups.items()]
 
 
 def kernels_in_use(model: Any) -> dict[str, int]:
@@ -113,28 +119,9 @@ def _what(planned: ModulePlan, latent: set[str], lib: Any) -> str:
 
 def _kernels(lib: Any, scheme: Any, epilogue: str) -> str:
     """Labels of the kernels that may serve this scheme ("amx, avx512": chosen per expert by its tokens)."""
+    if lib is None:
+        return "kernels still to be built"
     wanted = f"{scheme}:{epilogue}:"
     names = [str(k["name"]) for k in lib.kernels()]
     labels = {name.partition(":")[0] for name in names if name.partition(":")[2].startswith(wanted)}
     return "/".join(sorted(labels)) or lib.variant
-
-
-def _pattern(name: str) -> tuple[str, str]:
-    """`model.layers.3.mlp` -> (`model.layers.*.mlp`, `3`); a name without a number -> (name, "")."""
-    parts = name.split(".")
-    for i, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join([*parts[:i], "*", *parts[i + 1 :]]), part
-    return name, ""
-
-
-def _spans(layers: list[str]) -> str:
-    """["1", "2", "3", "7"] -> "1-3,7"."""
-    numbers = sorted({int(n) for n in layers})
-    spans: list[list[int]] = []
-    for n in numbers:
-        if spans and n == spans[-1][1] + 1:
-            spans[-1][1] = n
-        else:
-            spans.append([n, n])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

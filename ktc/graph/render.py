@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ktc.graph.ir import Node, Program
-from ktc.plan.render import ranges
+from ktc.plan.names import ranges
 
 
 def callback_notes(callbacks: dict[str, str]) -> tuple[str, ...]:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ktc.engine.placement import NodePlacement
 from ktc.graph.ir import Program
+from ktc.plan.names import group_name
 from ktc.progress import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from ktc.native.weights import BundleWeights
-    from ktc.plan.ir import Plan
+    from ktc.plan.ir import ModulePlan, Plan
 
 
 @dataclass
@@ -75,13 +76,18 @@ class NativeReport:
 def describe_native(plan: Plan, lib: Any, called: Sequence[str] = ()) -> list[tuple[str, str]]:
     """(where, what it runs on); what the eager engine leaves to Hugging Face runs on the graph's operators here, but
     for the modules `called` and those below them."""
-    from ktc.engine.report import describe
+    return [(group_name([m.name for m in group]), what) for what, group in native_groups(plan, lib, called)]
+
+
+def native_groups(plan: Plan, lib: Any, called: Sequence[str]) -> list[tuple[str, list[ModulePlan]]]:
+    """(what it runs on, modules), as `ktc.engine.report.by_words`, for a model on the graph."""
+    from ktc.engine.report import by_words
 
     def is_called(name: str) -> bool:
         return any(name == module or name.startswith(f"{module}.") for module in called)
 
     out = []
-    for where, what in describe(replace(plan, modules=tuple(m for m in plan.modules if not is_called(m.name))), lib):
+    for what, group in by_words(replace(plan, modules=tuple(m for m in plan.modules if not is_called(m.name))), lib):
         what = what.replace("latent attention, torch fp32", "latent attention, native fp32")
-        out.append((where, re.sub(r"^Hugging Face (\w+), fp32", r"native graph (\1), weights as stored", what)))
-    return out + describe(replace(plan, modules=tuple(m for m in plan.modules if is_called(m.name))), lib)
+        out.append((re.sub(r"^Hugging Face (\w+), fp32", r"native graph (\1), weights as stored", what), group))
+    return out + by_words(replace(plan, modules=tuple(m for m in plan.modules if is_called(m.name))), lib)

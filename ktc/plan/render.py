@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ktc.plan.ir import ModulePlan, MoePlan, Plan
+from ktc.plan.names import group_name, pattern
 from ktc.progress import format_bytes
 
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _NO_RULE = "rule -: no rule matched; Hugging Face's own code runs"
 
 
@@ -41,39 +39,12 @@ def _grouped(modules: Iterable[ModulePlan]) -> list[list[ModulePlan]]:
     groups: dict[object, list[ModulePlan]] = {}
     for m in modules:
         params = tuple(sorted(m.params.items()))
-        alike = replace(m, name=_LAYER.sub("{}", m.name), params={})
+        alike = replace(m, name=pattern(m.name), params={})
         if m.moe is not None:  # which experts are hot differs, how many does not
             alike = replace(alike, moe=replace(m.moe, hot=tuple(range(len(m.moe.hot))), hot_share=0.0))
         key = (repr(alike), params)
         groups.setdefault(key, []).append(m)
     return list(groups.values())
-
-
-def _group_name(group: Sequence[ModulePlan]) -> str:
-    names = [m.name for m in group]
-    if len(names) == 1:
-        return names[0] or "(model)"
-    numbers = [_LAYER.findall(n) for n in names]
-    out = _LAYER.sub("\0", names[0])
-    for place in range(len(numbers[0])):
-        out = out.replace("\0", ranges(sorted({int(n[place]) for n in numbers})), 1)
-    return out
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """[3, 4, 5, 9] -> "{3-5,9}"; a single number stays bare."""
-    if len(numbers) == 1:
-        return str(numbers[0])
-    step = numbers[1] - numbers[0]
-    if step == 2 and len(numbers) > 2 and all(b - a == 2 for a, b in itertools.pairwise(numbers)):
-        return f"{{{numbers[0]}-{numbers[-1]}/2}}"  # every other layer
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and runs[-1][-1] == n - 1:
-            runs[-1][1:] = [n]
-        else:
-            runs.append([n])
-    return "{" + ",".join("-".join(map(str, run)) for run in runs) + "}"
 
 
 def _row(plan: Plan, group: Sequence[ModulePlan]) -> tuple[str, ...]:
@@ -82,7 +53,7 @@ def _row(plan: Plan, group: Sequence[ModulePlan]) -> tuple[str, ...]:
     if m.moe is not None:
         total += sum(_expert_bytes(g.moe) for g in group if g.moe is not None)
     return (
-        _group_name(group),
+        group_name([m.name for m in group]),
         str(len(group)),
         _becomes(m),
         m.device,
@@ -170,7 +141,7 @@ def _notes(plan: Plan) -> list[str]:
 
 def _note(text: str, group: Sequence[ModulePlan]) -> str:
     stored = sum(m.nbytes + (_expert_bytes(m.moe) if m.moe is not None else 0) for m in group)
-    names = [_group_name(g) for g in _grouped(group)]
+    names = [group_name([m.name for m in g]) for g in _grouped(group)]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return f"{shown}: {text} ({len(group)} module{'s' if len(group) > 1 else ''}, {format_bytes(stored)})"
 

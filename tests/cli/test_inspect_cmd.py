@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ktc import __version__
+from ktc import __version__, load
+from ktc.bundle import open_bundle
+from ktc.bundle.trust import ready_library
 from ktc.host import git_revision
+from ktc.native import open_native
+from tests.bundle.conftest import edit_manifest
 from tests.cli.runner import ktc
 
 Capture = pytest.CaptureFixture[str]
@@ -48,11 +52,29 @@ def test_json(compiled, capsys: Capture) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert facts["nodes"] == 2 and facts["sizes"]["experts, node 1"] > 0 and facts["kernels"] == []
     moe = next(row for row in facts["layers"] if row["operator"] == "moe")
-    assert moe["count"] == 1 and moe["layers"] == [1] and moe["bytes"] > 0
+    assert moe["count"] == 1 and moe["modules"] == "model.layers.1.mlp" and moe["bytes"] > 0
     assert {p["name"] for p in facts["verdict"]["parts"]} == {"layout", "device", "topology", "kernels"}
     if facts["verdict"]["level"] == "NEEDS_REPACK":
         topology = next(p for p in facts["verdict"]["parts"] if p["name"] == "topology")
         assert "ktc repack" in topology["fix"]
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_words_are_those_of_run_v(kernels_copy: Path, capsys: Capture, graph: bool) -> None:
+    if not graph:
+        (kernels_copy / "graph/program.json").unlink()
+        edit_manifest(kernels_copy, lambda m: m.update(files=[f for f in m["files"] if f["role"] != "graph"]))
+    library = ready_library(open_bundle(kernels_copy))
+    assert library is not None
+    model = (open_native if graph else load)(kernels_copy, variant=library[0])
+    assert model.ktc_report is not None
+    assert ktc("inspect", kernels_copy, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["layers"]
+    assert [(row["modules"], row["runs_on"]) for row in rows] == model.ktc_report.layers
+    assert ktc("inspect", kernels_copy) == 0
+    out = capsys.readouterr().out
+    assert "native graph (DeepseekV3RMSNorm)" in out if graph else "Hugging Face DeepseekV3RMSNorm, fp32" in out
+    assert ("Hugging Face" in out) != graph
 
 
 def test_neither_torch_nor_transformers_is_imported(with_kernels: Path) -> None:

@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from ktc.plan import build_plan, render
-from ktc.plan.render import ranges
 from ktc.recipe import load_recipe, parse_recipe
 from tests.tiny import tiny_config
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [
-        ([4], "4"),
-        ([0, 1], "{0-1}"),
-        ([0, 2], "{0,2}"),
-        ([3, 4, 5, 9], "{3-5,9}"),
-        ([0, 2, 4, 6], "{0-6/2}"),
-        ([1, 3, 4], "{1,3-4}"),
-    ],
-)
-def test_ranges(numbers: list[int], text: str) -> None:
-    assert ranges(numbers) == text
 
 
 def test_groups_and_totals() -> None:

@@ -197,7 +197,10 @@ class GraphExecutor:
 
     @property
     def prefill_type(self) -> str:
-        """Data type of attention over many rows: "bf16" if the program allows it and the CPU has it, else "fp32"."""
+        """Data type of attention over many rows: "bf16" if the program allows it and the CPU has it, else "fp32"; "in
+        torch" if no attention is native."""
+        if not any(node.op in ("gqa", "mla") for node in self.program.nodes):
+            return "in torch"
         wanted = any(node.params.get("bf16") for node in self.program.nodes)
         return "bf16" if wanted and self.native.has_bf16 else "fp32"
 

@@ -134,14 +134,15 @@ class _Lowering(Assembly):
         out = f"{tag}.attention_out"
         return self.native(
             module, x, out, lambda: self.linear(f"{module}.o_proj", make(layer, module, x, tag), out), attention=1,
-            window=self.skeleton.window(layer), cache=self.cache_floats(),
+            window=self.skeleton.window(layer), cache=self.cache_floats(layer),
         )  # fmt: skip
 
-    def cache_floats(self) -> int:
-        """What Hugging Face's attention keeps of a position, in one layer."""
+    def cache_floats(self, layer: int) -> int:
+        """What Hugging Face's attention keeps of a position."""
         c = self.config
         if self.skeleton.attention == "mla":
-            return int(c.kv_lora_rank) + int(c.qk_rope_head_dim) + int(getattr(c, "index_head_dim", 0))
+            indexed = getattr(c, "indexer_types", None) is not None and c.indexer_types[layer] == "full"
+            return int(c.kv_lora_rank) + int(c.qk_rope_head_dim) + (int(c.index_head_dim) if indexed else 0)
         return 2 * int(c.num_key_value_heads) * head_dim(c)
 
     def bf16(self, *projections: str) -> int:

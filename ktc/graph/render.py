@@ -54,9 +54,10 @@ def render(program: Program, context: int | None = None, arena: dict[str, int] |
         arena: {label: bytes} of scratch to mention.
     """
     context = context or program.context
+    caches = len(program.states) + sum("cache" in node.params for node in program.nodes)
     lines = [
         f"graph of {program.model_type}: {len(program.nodes)} nodes, hidden {program.hidden}, vocab {program.vocab}",
-        f"caches: {len(program.states)}, {program.state_bytes(context) / 2**20:.1f} MB for {context} positions (f32)",
+        f"caches: {caches}, {program.state_bytes(context) / 2**20:.1f} MB for {context} positions (f32)",
     ]
     lines += [f"arena, {label}: {size / 2**20:.2f} MB" for label, size in (arena or {}).items()]
     lines += [f"note: {note}" for note in program.notes]

@@ -15,7 +15,7 @@ from ktc.graph.inventory import Inventory
 from ktc.graph.ir import Program
 from ktc.graph.lower import lower
 from ktc.graph.oracle import ModelWeights
-from ktc.graph.render import callback_notes
+from ktc.graph.render import callback_notes, render
 from ktc.graph.verify import ProgramError, verify
 from tests.graph.models import executor, hf_logits, relative, run, tokens
 from tests.tiny import FAMILIES, longrope, tiny_model
@@ -88,6 +88,7 @@ def test_sparse_attention(types: list[str] | None) -> None:
     model, ids, other, chunks = tiny_model("glm_moe_dsa", **layers), tokens(90), tokens(20, seed=4), [49, 1, 30]
     graph = executor(model)
     assert len(graph.program.callbacks()) == 4 and "indexer" in graph.program.notes[0]
+    assert graph.prefill_type == "in torch" and "caches: 4, " in render(graph.program)
     assert relative(run(graph, ids, chunks), hf_logits(model, ids, chunks)) <= TOLERANCE
     got = graph.step(other.numpy(), 50, rows=20)
     want = hf_logits(model, torch.cat([ids[:50], other]), [49, 1, 20])[50:]
@@ -104,8 +105,9 @@ def test_other_layers_keep_their_operators_and_notes_say_which() -> None:
 
 
 def test_caches_of_callbacks_are_counted() -> None:
-    for family in FAMILIES:
-        model = tiny_model(family)
+    shared = {"indexer_types": ["full", "shared"]}
+    for family, overrides in [*((f, {}) for f in FAMILIES), ("glm_moe_dsa", shared)]:
+        model = tiny_model(family, **overrides)
         program = program_of(model, ATTENTION)
         if family != "glm_moe_dsa":
             assert program.state_bytes(10) == program_of(model).state_bytes(10), family

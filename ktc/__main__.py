@@ -1,15 +1,32 @@
-"""`python -m ktc`, and the `ktc` script: an interrupt during the first imports ends as quietly as any later one."""
+"""`python -m ktc`, and the `ktc` script: an interrupt ends the process at once, also during the first imports."""
 
+import contextlib
+import os
 import sys
 from typing import NoReturn
+
+INTERRUPTED = 130
 
 
 def main() -> NoReturn:
     try:
         from ktc.cli.main import main as run
+
+        run()
     except KeyboardInterrupt:
-        sys.exit(130)
-    run()
+        _leave()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            _leave()
+        raise
+
+
+def _leave() -> NoReturn:
+    """Without the interpreter's own clearing up, which takes seconds once torch is loaded."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import ktc
 from ktc.codegen import cache, elf
-from ktc.codegen.compiler import Compiler, find_compiler
+from ktc.codegen.compiler import Compiler, Compilers, find_compiler
 from ktc.codegen.paths import data_dir, header_files
 from ktc.codegen.render import render
 from ktc.codegen.spec import KernelSpecs
@@ -104,9 +104,11 @@ def try_cached(job: Job) -> BuiltLib | None:
     return lib if whole and cache.built_here(lib.sha256) else None
 
 
-def build(job: Job) -> BuiltLib:
+def build(job: Job, among: Compilers | None = None) -> BuiltLib:
     """Compile, check and move into the cache, replacing whatever is there under this key.
 
+    Args:
+        among: compilers that this one is to be ended with.
     Raises:
         BuildError: the compiler's last lines, or why the result is not fit for use.
         DiskError: the cache cannot be written.
@@ -119,7 +121,7 @@ def build(job: Job) -> BuiltLib:
         source, library = work / "kernels.cpp", work / LIBRARY
         source.write_text(job.source)
         flags = (*job.variant.flags, f'-DKTC_SOURCE_KEY="{job.key}"')
-        job.compiler.compile(source, library, flags, data_dir("include"))
+        job.compiler.compile(source, library, flags, data_dir("include"), among)
         lib = _lib(job, cache.sha256_file(library), check(library))
         cache.write_atomic(work / "build.json", _json(lib.build_json()))
         cache.record_trust(lib.sha256, {"variant": lib.variant, "key": lib.key})
@@ -157,6 +159,8 @@ def build_variants(
 ) -> dict[str, BuiltLib]:
     """Have every variant, from the cache where possible; compilers run in parallel.
 
+    An interrupt ends them at once; the cache then has what was finished and nothing else.
+
     Args:
         progress: called with (variant, "cached" | "building" | "built") from the building threads.
         jobs: compilers at a time; default one per CPU this process may use.
@@ -165,23 +169,32 @@ def build_variants(
     """
     todo = [make_job(specs, name) for name in dict.fromkeys(variants)]
     say = progress or (lambda variant, event: None)
+    compilers = Compilers()
 
     def have(job: Job) -> BuiltLib:
         lib = try_cached(job)
         if lib is None:
-            with cache.lock(cache.cache_dir() / f"{job.key}.lock"):
+            with cache.lock(cache.cache_dir() / f"{job.key}.lock", compilers.ended):
                 lib = try_cached(job)  # another process may have built it while we waited
                 if lib is None:
                     say(job.variant.name, "building")
-                    lib = build(job)
+                    lib = build(job, compilers)
                     say(job.variant.name, "built")
                     return lib
         say(job.variant.name, "cached")
         return lib
 
     workers = jobs or len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+    pool = ThreadPoolExecutor(max_workers=max(1, workers))
+    try:
         futures = [pool.submit(have, job) for job in todo]
+        wait(futures)
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        compilers.end()
+        raise
+    finally:
+        pool.shutdown()
     return {job.variant.name: f.result() for job, f in zip(todo, futures, strict=True)}
 
 

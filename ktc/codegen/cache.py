@@ -13,9 +13,10 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ktc.errors import BuildError, DiskError
 from ktc.paths import home
@@ -73,15 +74,34 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """An exclusive advisory lock on `path` (created if missing), held across processes and threads."""
+def lock(path: Path, given_up: threading.Event | None = None) -> Iterator[None]:
+    """An exclusive advisory lock on `path` (created if missing), held across processes and threads.
+
+    Args:
+        given_up: once set, nobody waits any longer.
+    Raises:
+        DiskError: it cannot be opened. BuildError: given up.
+    """
     try:
         f = path.open("a")
     except OSError as e:
         raise DiskError(f"the lock {path} cannot be opened: {e.strerror}") from e
     with f:
-        fcntl.flock(f, fcntl.LOCK_EX)
+        if given_up is None:
+            fcntl.flock(f, fcntl.LOCK_EX)
+        else:
+            _poll(f, given_up)
         yield
+
+
+def _poll(file: IO[str], given_up: threading.Event) -> None:
+    """Lock as soon as it is free: a thread that sleeps in flock cannot be told to stop."""
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if given_up.wait(0.05):
+                raise BuildError("interrupted") from None
 
 
 def record_trust(sha256: str, note: dict[str, Any]) -> None:

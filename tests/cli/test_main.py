@@ -179,6 +179,20 @@ def test_an_interrupt_during_the_first_imports_is_quiet() -> None:
     assert (running.returncode, err) == (130, "")
 
 
+def test_an_interrupt_does_not_wait_for_the_interpreter_to_clear_up() -> None:
+    code = (
+        "import atexit, sys, time\n"
+        "from ktc.cli.main import COMMANDS\n"
+        "from ktc.__main__ import main\n"
+        "COMMANDS['end'] = ('tests.cli.endings:command', '')\n"
+        "atexit.register(time.sleep, 600)\n"
+        "sys.argv = ['ktc', 'end', 'interrupt']\n"
+        "main()\n"
+    )
+    _, err = (running := process(code)).communicate(timeout=120)
+    assert (running.returncode, err) == (130, "\nktc: interrupted\n")
+
+
 def test_a_command_may_return_its_exit_code() -> None:
     assert run("end", "code") == 6
     assert run("end", "nothing") == 0

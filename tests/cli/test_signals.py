@@ -20,8 +20,9 @@ SHAPE = {"num_hidden_layers": 7, "hidden_size": 128, "moe_intermediate_size": 12
 ATTEMPTS = 5
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
+def start(*arguments: object, **variables: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    environment |= variables
     command = [sys.executable, "-m", "ktc", *map(str, arguments)]
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -56,6 +57,35 @@ def test_c10_an_ended_compile_continues(
     assert again.returncode == 0 and "continuing" in err
     compile_checkpoint(checkpoint, "int4", tmp_path / "whole.ktc", variants=(), logits=False)
     assert tree(out) == tree(tmp_path / "whole.ktc")
+
+
+def test_an_interrupt_ends_the_compilers(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """A compiler is several processes; none of them, and nothing half-written, is left."""
+    cache, pids = tmp_path / "cache", tmp_path / "pids"
+    compiler = tmp_path / "slow-g++"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *-o*) sleep 600 & echo $$ $! >>{pids}; wait;; *) exec g++ "$@";; esac\n'
+    )
+    compiler.chmod(0o755)
+    command = ("compile", tiny_checkpoint("deepseek_v3"), "-o", tmp_path / "m.ktc", "--no-logits")
+    process = start(*command, CXX=str(compiler), KTC_CACHE_DIR=str(cache))
+    while process.poll() is None and not (pids.exists() and pids.read_text().endswith("\n")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 130 and err == "\nktc: interrupted\n"
+    for pid in pids.read_text().split():
+        assert not running(int(pid))
+    assert not [path for path in (cache / "kernels").iterdir() if path.is_dir()]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("m.ktc")) == []
+
+
+def running(pid: int) -> bool:
+    """Whether the process is there and no zombie that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_run_that_is_terminated_ends_at_once(compiled: Callable[..., Path]) -> None:

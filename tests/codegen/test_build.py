@@ -6,8 +6,11 @@ import ctypes
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +20,7 @@ import ktc
 from ktc.codegen import build as build_module
 from ktc.codegen import cache, paths
 from ktc.codegen.build import build, build_variants, check, make_job, try_cached
-from ktc.codegen.compiler import Compiler
+from ktc.codegen.compiler import Compiler, Compilers
 from ktc.codegen.spec import KernelSpec, KernelSpecs
 from ktc.errors import BuildError, DiskError
 
@@ -138,6 +141,45 @@ def test_concurrent_builds_compile_once(cache_dir: Path) -> None:
     said = [r.communicate()[0].split() for r in runs]
     assert all(r.returncode == 0 for r in runs)
     assert sorted(s[-1] for s in said) == ["built", "cached", "cached", "cached"]
+
+
+def test_nobody_waits_for_a_lock_after_the_end(tmp_path: Path) -> None:
+    """Another process may hold it for minutes; flock itself cannot be interrupted in a thread."""
+    given_up = threading.Event()
+    outcome: list[str] = []
+
+    def wait() -> None:
+        try:
+            with cache.lock(tmp_path / "l", given_up):
+                outcome.append("locked")
+        except BuildError as error:
+            outcome.append(error.message)
+
+    with cache.lock(tmp_path / "l"):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        given_up.set()
+        waiting.join(60)
+        assert outcome == ["interrupted"]
+    wait()
+    assert outcome == ["interrupted", "locked"]
+
+
+def test_a_compiler_that_ignores_the_signal_is_killed(tmp_path: Path) -> None:
+    compilers, code = Compilers(), []
+    stubborn = threading.Thread(
+        target=lambda: code.append(
+            compilers.run(["bash", "-c", "trap '' TERM; touch ready; while true; do sleep 0.1; done"], tmp_path)[0]
+        )
+    )
+    stubborn.start()
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    compilers.end()
+    stubborn.join(60)
+    assert code == [-signal.SIGKILL]
+    with pytest.raises(BuildError, match="interrupted"):
+        compilers.run(["true"], tmp_path)
 
 
 def test_compile_errors_are_told_in_the_compilers_words(

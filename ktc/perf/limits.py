@@ -43,8 +43,8 @@ class Rate:
 class Limits:
     """All limits: kind -> number of threads -> Rate.
 
-    Kinds: "dram_huge", "dram_4k" in bytes/s; "amx_int8", "amx_bf16", "avx512_vnni", "avx512_bf16", "fp32_fma" in
-    operations/s, as far as this process may use them.
+    Kinds: "dram_huge", "dram_4k" in bytes/s; "amx_int8", "amx_bf16", "avx512_vnni", "avx_vnni", "avx2_int8",
+    "avx512_bf16", "fp32_fma" in operations/s, as far as this process may use them.
     """
 
     rates: dict[str, dict[int, Rate]]
@@ -71,7 +71,7 @@ def format_rate(kind: str, rate: float) -> str:
     """("dram_huge", 31.4e9) -> "31.4 GB/s"; ("amx_int8", 13.5e12) -> "13.5 TOPS"."""
     if kind.startswith("dram"):
         return f"{rate / 1e9:.1f} GB/s"
-    unit = "TOPS" if kind in ("amx_int8", "avx512_vnni") else "TFLOPS"
+    unit = "TOPS" if kind.endswith(("int8", "vnni")) else "TFLOPS"
     return f"{rate / 1e12:.3g} {unit}"
 
 
@@ -162,7 +162,7 @@ class Sampler:
         return Limits(rates, len(self.cpus), self.buffer_bytes)
 
 
-_ALL_COMPUTE = ("amx_int8", "amx_bf16", "avx512_vnni", "avx512_bf16", "fp32_fma")
+_ALL_COMPUTE = ("amx_int8", "amx_bf16", "avx512_vnni", "avx_vnni", "avx2_int8", "avx512_bf16", "fp32_fma")
 
 
 def measure(

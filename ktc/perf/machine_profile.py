@@ -29,8 +29,14 @@ from ktc.simulate.profile import MAX_AMX_MIN_TOKENS, THIS_MACHINE, parse_profile
 ROUNDS = 3
 MANY_TOKENS = 512
 """Tokens of the call whose share of the peak becomes `compute_fraction`."""
-_UNITS = {"amx_bf16": "amx_bf16", "amx_int8": "amx_int8", "avx512": "fp32_fma", "avx512_int8": "avx512_vnni"}
-"""Units of a profile and the limits that they are measured by."""
+_UNITS = {
+    "amx_bf16": ("amx_bf16",),
+    "amx_int8": ("amx_int8",),
+    "avx512": ("fp32_fma",),
+    "avx512_int8": ("avx512_vnni", "avx_vnni", "avx2_int8"),
+}
+"""Units of a profile and the limits that they are measured by: the first that the machine has. The vector units are
+called after AVX-512 whatever they are."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,9 @@ def measure_machine(
     with _memory_on(cpus):
         say("memory, arithmetic and kernels of a socket")
         # Limits are sampled between the calls that are held against them: a machine's speed drifts.
-        sampler = Sampler(cpus, [DRAM_HUGE, *_UNITS.values()], [len(cpus)], buffer_bytes)
+        sampler = Sampler(
+            cpus, [DRAM_HUGE, *(kind for kinds in _UNITS.values() for kind in kinds)], [len(cpus)], buffer_bytes
+        )
         timed = _time_kernels(formats, shape, cpus, sampler, seconds, working_set, say)
         limits = sampler.limits()
     local = limits.rate(DRAM_HUGE)
@@ -142,7 +150,8 @@ def peaks(limits: Limits) -> dict[str, float]:
     Raises:
         KtcError: a CPU with neither AVX2 nor AVX-512.
     """
-    found = {unit: _round(limits.rate(kind) / 1e12) for unit, kind in _UNITS.items() if limits.rate(kind)}
+    rates = {unit: next((r for kind in kinds if (r := limits.rate(kind))), 0.0) for unit, kinds in _UNITS.items()}
+    found = {unit: _round(rate / 1e12) for unit, rate in rates.items() if rate}
     if "avx512" not in found:
         raise KtcError("this CPU has neither AVX2 nor AVX-512, so there is no profile of it")
     return found

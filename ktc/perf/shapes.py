@@ -110,8 +110,8 @@ class Floor:
 
 
 ARITHMETIC: dict[str, tuple[str, ...]] = {
-    "int4": ("amx_int8", "avx512_vnni", "fp32_fma"),
-    "int8": ("amx_int8", "avx512_vnni", "fp32_fma"),
+    "int4": ("amx_int8", "avx512_vnni", "avx_vnni", "avx2_int8", "fp32_fma"),
+    "int8": ("amx_int8", "avx512_vnni", "avx_vnni", "avx2_int8", "fp32_fma"),
     "bf16": ("amx_bf16", "fp32_fma"),
     "fp32": ("fp32_fma",),
 }

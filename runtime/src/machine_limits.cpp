@@ -31,6 +31,8 @@ ComputeKernel compute_kernel(const std::string& kind) {
   if (kind == "amx_int8" && tiles && has(features, "amx_int8")) return &limits::amx_int8;
   if (kind == "amx_bf16" && tiles && has(features, "amx_bf16")) return &limits::amx_bf16;
   if (kind == "avx512_vnni" && has(features, "avx512_vnni")) return &limits::avx512_vnni;
+  if (kind == "avx_vnni" && has(features, "avx_vnni")) return &limits::avx_vnni;
+  if (kind == "avx2_int8" && has(features, "avx2")) return &limits::avx2_int8;
   if (kind == "avx512_bf16" && has(features, "avx512_bf16")) return &limits::avx512_bf16;
   if (kind == "fp32_fma" && has(features, "avx512f")) return &limits::avx512_fma;
   if (kind == "fp32_fma" && has(features, "avx2") && has(features, "fma")) return &limits::avx2_fma;
@@ -71,7 +73,8 @@ void on_each(const std::vector<int>& cpus, const std::function<void(size_t)>& wo
 
 std::vector<std::string> compute_kinds() {
   std::vector<std::string> kinds;
-  for (const char* kind : {"amx_int8", "amx_bf16", "avx512_vnni", "avx512_bf16", "fp32_fma"})
+  for (const char* kind :
+       {"amx_int8", "amx_bf16", "avx512_vnni", "avx_vnni", "avx2_int8", "avx512_bf16", "fp32_fma"})
     if (compute_kernel(kind) != nullptr) kinds.push_back(kind);
   return kinds;
 }
@@ -117,7 +120,10 @@ ReadProbe::~ReadProbe() {
 }
 
 double ReadProbe::sample(const std::vector<int>& cpus) {
-  const auto read = has(cpu_features(), "avx512f") ? &limits::read_avx512 : &limits::read_generic;
+  const std::vector<std::string> features = cpu_features();
+  const auto read = has(features, "avx512f") ? &limits::read_avx512
+                    : has(features, "avx2")  ? &limits::read_avx2
+                                             : &limits::read_generic;
   const int64_t count = static_cast<int64_t>(cpus.size());
   const int64_t share = std::min(kReadPerThread, nbytes_ / std::max<int64_t>(count, 1) / 4096 * 4096);
   if (next_ + share * count > nbytes_) next_ = 0;

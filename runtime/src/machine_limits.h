@@ -12,8 +12,8 @@
 
 namespace ktc {
 
-// Kinds of arithmetic that this process may use, of: "amx_int8", "amx_bf16", "avx512_vnni",
-// "avx512_bf16", "fp32_fma".
+// Kinds of arithmetic that this process may use, of: "amx_int8", "amx_bf16", "avx512_vnni", "avx_vnni",
+// "avx2_int8" (bytes widened to 16 bits), "avx512_bf16", "fp32_fma".
 std::vector<std::string> compute_kinds();
 
 // Operations a second (a multiply and an add are two) with one thread on each of `cpus`, for about
@@ -53,11 +53,14 @@ double amx_int8(int64_t steps);
 double amx_bf16(int64_t steps);
 double avx512_vnni(int64_t steps);
 double avx512_bf16(int64_t steps);
+double avx_vnni(int64_t steps);
+double avx2_int8(int64_t steps);
 double avx512_fma(int64_t steps);
 double avx2_fma(int64_t steps);
 
 // Read n bytes (a multiple of 4096, 64-byte aligned) as four streams; the sum keeps the loads alive.
 uint64_t read_avx512(const uint8_t* data, int64_t n);
+uint64_t read_avx2(const uint8_t* data, int64_t n);
 uint64_t read_generic(const uint8_t* data, int64_t n);
 
 }  // namespace limits

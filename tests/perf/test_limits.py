@@ -29,6 +29,8 @@ def test_kinds_are_those_of_the_host() -> None:
     kinds = set(_runtime.compute_kinds())
     assert ("amx_int8" in kinds) == ("amx_int8" in features)
     assert ("avx512_vnni" in kinds) == ("avx512_vnni" in features)
+    assert ("avx_vnni" in kinds) == ("avx_vnni" in features)
+    assert ("avx2_int8" in kinds) == ("avx2" in features)
 
 
 def test_a_kind_that_is_absent_has_rate_zero() -> None:
@@ -56,7 +58,12 @@ def test_native_calls_refuse_what_they_cannot_measure() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "rate", "text"),
-    [("dram_huge", 31.4e9, "31.4 GB/s"), ("amx_int8", 13.5e12, "13.5 TOPS"), ("fp32_fma", 0.42e12, "0.42 TFLOPS")],
+    [
+        ("dram_huge", 31.4e9, "31.4 GB/s"),
+        ("amx_int8", 13.5e12, "13.5 TOPS"),
+        ("avx_vnni", 1e12, "1 TOPS"),
+        ("fp32_fma", 0.42e12, "0.42 TFLOPS"),
+    ],
 )
 def test_rates_are_printed_in_their_unit(kind: str, rate: float, text: str) -> None:
     assert limits.format_rate(kind, rate) == text

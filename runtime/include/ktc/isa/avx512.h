@@ -16,6 +16,7 @@ struct Avx512 {
 
   static constexpr int kIntRows = 8;
   static constexpr int kFloatRows = 4;
+  static constexpr bool kWideInt = false, kWideFloat = false; /* kernels of gemm_wide.h */
 
   static KTC_INLINE __mmask16 first(int n) { return __mmask16((1u << n) - 1u); }
 

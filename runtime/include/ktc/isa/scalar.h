@@ -25,6 +25,7 @@ struct Scalar {
 
   static constexpr int kIntRows = 1;   /* rows of activations kept in registers: integer formats */
   static constexpr int kFloatRows = 1; /* the same for group scales, bf16 and fp32               */
+  static constexpr bool kWideInt = false, kWideFloat = false; /* kernels of gemm_wide.h */
 
   template <class T>
   static KTC_INLINE T get(const void* p) {

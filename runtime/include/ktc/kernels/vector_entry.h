@@ -4,6 +4,7 @@
 
 #include "ktc/kernels/gemm_float.h"
 #include "ktc/kernels/gemm_int.h"
+#include "ktc/kernels/gemm_wide.h"
 #include "ktc/kernels/quantize.h"
 
 namespace ktc {
@@ -12,6 +13,12 @@ template <class S, class V, int Epilogue>
 int vector_gemm(const ktc_gemm_args* args) {
   const int status = check<S>(args, Epilogue);
   if (status != KTC_OK) return status;
+  if constexpr (is_wide<S, V>()) {
+    if (args->scratch && S::k(args->k) <= kWideMaxK && args->m_end - args->m_begin >= wide_min_rows<S>()) {
+      gemm_wide<Spec<S::kFormat, S::kScale, S::kGroup, 0>, V>(*args, Epilogue); /* one code for every K */
+      return KTC_OK;
+    }
+  }
   if constexpr (S::kInteger) {
     gemm_int<S, V>(*args, Epilogue);
   } else {
@@ -29,7 +36,7 @@ constexpr ktc_gemm_kernel vector_kernel(const char* name) {
                          int32_t(S::kGroup),
                          0,
                          S::kK,
-                         vector_scratch_bytes<S>(),
+                         is_wide<S, V>() ? wide_scratch_bytes<S>() : vector_scratch_bytes<S>(),
                          &vector_gemm<S, V, Epilogue>,
                          &quantize<S, V>,
                          name};

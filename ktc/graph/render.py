@@ -5,20 +5,17 @@ from __future__ import annotations
 import re
 
 from ktc.graph.ir import Node, Program
-from ktc.plan.names import ranges
+from ktc.plan.names import group_name, pattern
 
 
 def callback_notes(callbacks: dict[str, str]) -> tuple[str, ...]:
     """One line per reason and kind of module, for callbacks: module -> why."""
     groups: dict[tuple[str, str], list[str]] = {}
     for module, why in callbacks.items():
-        groups.setdefault((_general(module), why), []).append(module)
-    out = []
-    for (pattern, why), modules in groups.items():
-        layers = sorted(int(number) for module in modules for number in re.findall(r"(?<=layers\.)\d+", module))
-        name = modules[0] if len(modules) == 1 else pattern.replace("*", ranges(layers), 1)
-        out.append(f"{name} is Hugging Face's code, called in torch: {why}")
-    return tuple(out)
+        groups.setdefault((pattern(module), why), []).append(module)
+    return tuple(
+        f"{group_name(modules)} is Hugging Face's code, called in torch: {why}" for (_, why), modules in groups.items()
+    )
 
 
 def _number(value: float) -> str:

@@ -105,7 +105,7 @@ def read(c: Compilation) -> None:
 
     c.checkpoint = open_checkpoint(c.checkpoint_id)
     c.family = family_for(c.checkpoint.config)
-    target = c.out or Path(f"{_model_name(c.checkpoint)}-{c.recipe.name}.ktc")
+    target = c.out or Path(f"{_model_name(c.checkpoint)}-{_file_name(c.recipe.name)}.ktc")
     c.target = target.parent.resolve() / target.name
     emit.check_output(c.target, c.force)
 
@@ -275,7 +275,12 @@ def compile_checkpoint(
 
 def _model_name(checkpoint: Checkpoint) -> str:
     name = (checkpoint.source.repo or checkpoint.path.resolve().name).rpartition("/")[2]
-    return re.sub(r"[^A-Za-z0-9._-]", "-", name) or "model"
+    return _file_name(name) or "model"
+
+
+def _file_name(text: str) -> str:
+    """With `-` for whatever a shell or a path takes for something else."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", text)
 
 
 def plan_digest(plan: Plan) -> str:

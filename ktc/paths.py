@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 
@@ -14,6 +15,30 @@ def expand(path: str | os.PathLike[str]) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def nearest(path: str | os.PathLike[str]) -> Path | None:
+    """The path that exists and that a mistyped one most likely means, relative if that one is; None: none is near."""
+    found = Path()
+    for part in expand(path).parts:
+        if (found / part).exists():
+            found /= part
+            continue
+        try:
+            names = [entry.name for entry in found.iterdir()]
+        except OSError:
+            return None
+        near = difflib.get_close_matches(part, names, n=1)
+        if not near:
+            return None
+        found /= near[0]
+    return found
+
+
+def did_you_mean(path: str | os.PathLike[str]) -> str:
+    """`did you mean ...? `, to begin a hint with, or nothing."""
+    near = nearest(path)
+    return "" if near is None else f"did you mean {near}? "
 
 
 def home() -> Path:

@@ -16,6 +16,16 @@ def test_a_tilde_without_a_user_stays_what_it_is(monkeypatch: pytest.MonkeyPatch
     assert paths.expand("~no-such-user/x") == Path("~no-such-user/x")
 
 
+def test_the_nearest_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "artifacts" / "demo").mkdir(parents=True)
+    assert paths.nearest("artifacts/dmo") == paths.nearest("artifcats/demo") == Path("artifacts/demo")
+    assert paths.nearest("artifacts/demo") == Path("artifacts/demo")
+    assert paths.nearest(tmp_path / "artifact" / "dem") == tmp_path / "artifacts" / "demo"
+    assert paths.nearest("xyz") is None and paths.nearest("artifacts/demo/config.json") is None
+    assert paths.did_you_mean("artifact/demo") == "did you mean artifacts/demo? " and paths.did_you_mean("xyz") == ""
+
+
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> Path:
         raise RuntimeError("Could not determine home directory.")

@@ -14,6 +14,7 @@ from typing import Any
 from ktc.bundle import manifest as fmt
 from ktc.errors import BundleError
 from ktc.pack.writer import hash_file
+from ktc.paths import did_you_mean
 
 DAMAGED = "the file was changed or damaged; copy the bundle again, or compile it again"
 
@@ -27,7 +28,8 @@ def read_manifest(path: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]]:
     root = Path(path)
     if not root.is_dir():
         what = "is not a directory" if root.exists() else "does not exist"
-        raise BundleError(f"{root} {what}", "a bundle is a directory made by: ktc compile CHECKPOINT --recipe int4")
+        made_by = "a bundle is a directory made by: ktc compile CHECKPOINT --recipe int4"
+        raise BundleError(f"{root} {what}", made_by if root.exists() else did_you_mean(root) + made_by)
     root = root.resolve()
     file = root / fmt.MANIFEST
     if not _regular(file):

@@ -81,7 +81,7 @@ def _device(bundle: Bundle, host: Host) -> Part:
             "device",
             "UNSUPPORTED",
             "the recipe puts modules on a CUDA device and this machine shows none",
-            "compile the checkpoint again with device: cpu in the recipe",
+            "run it on a machine with one, or compile the checkpoint again with device: cpu in the recipe",
         )
     return Part("device", "OPTIMAL", f"device lane on {bundle.manifest['device']['kind']}")
 
@@ -91,10 +91,11 @@ def _topology(bundle: Bundle, host: Host, emulate_nodes: bool) -> Part:
     if made == here:
         return Part("topology", "OPTIMAL", f"packed for {made} NUMA node{'s' * (made > 1)}, as this machine has")
     reason = f"packed for {made} NUMA node{'s' * (made > 1)}, this machine has {here}"
-    fix = f"ktc repack {bundle.path} --nodes {here} -o OUT, or run it with --emulate-nodes"
+    fix = f"ktc repack {bundle.path} --nodes {here} -o OUT"
     if emulate_nodes:
-        return Part("topology", "RUNS_SLOWER", f"{reason}; emulated", fix)
-    return Part("topology", "NEEDS_REPACK", reason, fix)
+        how = f"its CPUs play {made}" if made > 1 else "its CPUs play one"
+        return Part("topology", "RUNS_SLOWER", f"{reason}: {how} (--emulate-nodes), and memory is bound to none", fix)
+    return Part("topology", "NEEDS_REPACK", reason, f"{fix}, or run it with --emulate-nodes")
 
 
 def _kernels(bundle: Bundle, host: Host, trust_sha256: Sequence[str]) -> Part:

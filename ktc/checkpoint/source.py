@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ktc.checkpoint.hub_names import HUB_IDS
 from ktc.errors import CheckpointError
-from ktc.paths import expand
+from ktc.paths import did_you_mean, expand
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?$")
 SIDE_PATTERNS = ("*.json", "tokenizer*", "*.model", "*.tiktoken", "merges.txt", "vocab.txt", "*.jinja", "LICENSE*")
@@ -50,7 +50,8 @@ def resolve(checkpoint: str | Path, *, weights: bool = True) -> Source:
     if not _HUB_ID.match(repo) or name.endswith((".json", ".safetensors")):
         raise CheckpointError(
             f"{name!r} is neither an existing path nor a Hugging Face id",
-            hint=f"give a directory, an id such as org/name, or a short name: {', '.join(sorted(HUB_IDS)[:4])}, ...",
+            hint=f"{did_you_mean(name)}give a directory, an id such as org/name, or a short name:"
+            f" {', '.join(sorted(HUB_IDS)[:4])}, ...",
         )
     repo, _, revision = repo.partition("@")
     return _download(name, repo, revision or None, weights)
@@ -77,14 +78,16 @@ def _download(name: str, repo: str, revision: str | None, weights: bool) -> Sour
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         what = f"no revision {revision!r} of {repo}" if isinstance(error, RevisionNotFoundError) else f"no model {repo}"
         raise CheckpointError(
-            f"{name!r} does not exist as a path, and the hub has {what}", hint="check the spelling"
+            f"{name!r} does not exist as a path, and the hub has {what}",
+            hint=f"{did_you_mean(name)}check the spelling",
         ) from error
     # LocalEntryNotFoundError: offline, and nothing cached. HTTPError: every fault of the connection, refused requests
     # included. OSError: a full disk. ValueError: a name that the hub's own rules exclude.
     except (LocalEntryNotFoundError, HTTPError, OSError, ValueError) as error:
         raise CheckpointError(
-            f"cannot fetch {repo} from the Hugging Face hub: {_first_line(error)}",
-            hint=f"without a network, download it elsewhere and give the directory instead of {name!r}",
+            f"{name!r} does not exist as a path, and {repo} cannot be fetched from the Hugging Face hub:"
+            f" {_first_line(error)}",
+            hint=f"{did_you_mean(name)}without a network, download the model elsewhere and give its directory",
         ) from error
     return Source(path, repo, path.name if path.parent.name == "snapshots" else revision)
 

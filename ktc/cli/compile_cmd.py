@@ -9,13 +9,19 @@ from pathlib import Path
 
 import click
 
+from ktc.host import this_host
 from ktc.progress import format_bytes, format_seconds, set_verbosity
 
 
 @click.command("compile")
 @click.argument("checkpoint")
 @click.option("--recipe", "-r", default="int4", show_default=True, help="Recipe file, or the name of a shipped recipe.")
-@click.option("--out", "-o", type=click.Path(path_type=Path), help="The bundle.  [default: MODEL-RECIPE.ktc]")
+@click.option(
+    "--out",
+    "-o",
+    type=click.Path(path_type=Path),
+    help="The bundle.  [default: MODEL-RECIPE.ktc, RECIPE being the recipe's name:]",
+)
 @click.option(
     "--nodes",
     "-n",
@@ -94,7 +100,12 @@ def command(
     )
     click.echo(f"  kernels: {', '.join(made.variants) or 'none (built where it runs)'}")
     click.echo(f"  peak memory {format_bytes(made.peak_rss)}{speed}")
-    click.echo(f'next: ktc run {shlex.quote(shown)} -p "Once upon a time"')
+    here = (
+        ""
+        if not made.plan.uses_cuda() or this_host().cuda
+        else " on a machine with a CUDA device, which this one is not"
+    )
+    click.echo(f'next{here}: ktc run {shlex.quote(shown)} -p "Once upon a time"')
 
 
 def parse_variants(text: str | None, none: bool) -> list[str] | None:

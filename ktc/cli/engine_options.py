@@ -30,7 +30,9 @@ def engine_options(function: F) -> F:
                 type=click.Path(exists=True, dir_okay=False, path_type=Path),
                 help="Use this kernel library instead of the bundle's.",
             ),
-            click.option("--emulate-nodes", is_flag=True, help="Run a bundle made for more NUMA nodes than there are."),
+            click.option(
+                "--emulate-nodes", is_flag=True, help="Run a bundle made for another number of NUMA nodes, slower."
+            ),
             click.option(
                 "--trust-kernel",
                 "trust_sha256",

@@ -76,8 +76,8 @@ def command(
 ) -> int:
     """Generate text from BUNDLE.
 
-    With -p, -f or piped input the text is completed. On a terminal without a prompt: a chat if the model has a chat
-    template, else line by line completion.
+    With -p or -f that text is completed; without either, standard input, read to its end. If that is a terminal: a
+    chat if the model has a chat template, else line by line completion.
     """
     if prompt is not None and file is not None:
         raise click.UsageError("give either --prompt or --file")

@@ -19,7 +19,8 @@ from ktc.progress import Progress
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `mean` and `deviation` (sample standard deviation) are tokens per second.
+    """One line of the table. `mean` and `deviation` (sample standard deviation; one repetition has none) are tokens
+    per second.
 
     `graph`: "on" for the decode graph, "off" for the modules in torch.
     """
@@ -29,7 +30,7 @@ class Row:
     tokens: int
     repetitions: int
     mean: float
-    deviation: float
+    deviation: float | None
     samples: tuple[float, ...]
 
 
@@ -74,9 +75,9 @@ def measure(models: Mapping[str, Any], prompt: int, decode: int, repetitions: in
                 if out.finish_reason == "interrupted":
                     raise KeyboardInterrupt
                 if prompt:
-                    rates.setdefault((f"prompt {prompt}", graph), []).append(out.timings.prompt_rate)
+                    rates.setdefault((f"prompt {prompt}", graph), []).append(out.timings.prompt_rate or 0.0)
                 if decode:
-                    rates.setdefault((f"decode {decode}", graph), []).append(out.timings.decode_rate)
+                    rates.setdefault((f"decode {decode}", graph), []).append(out.timings.decode_rate or 0.0)
                 progress.update()
     tests = dict.fromkeys(test for test, _ in rates)
     return [_row(graph, test, rates[test, graph]) for test in tests for graph in models]
@@ -92,8 +93,12 @@ def _generator(model: Any) -> TextGenerator:
 
 
 def _row(graph: str, test: str, samples: list[float]) -> Row:
-    deviation = statistics.stdev(samples) if len(samples) > 1 else 0.0
+    deviation = statistics.stdev(samples) if len(samples) > 1 else None
     return Row(graph, test, int(test.split()[1]), len(samples), statistics.mean(samples), deviation, tuple(samples))
+
+
+def _deviation(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def render(rows: list[Row], about: dict[str, Any], form: str) -> str:
@@ -102,7 +107,7 @@ def render(rows: list[Row], about: dict[str, Any], form: str) -> str:
         return json.dumps({**about, "results": [asdict(r) for r in rows]}, indent=2)
     header = [*about, "graph", "test", "tokens/s", "deviation", "repetitions"]
     body = [
-        [*map(str, about.values()), r.graph, r.test, f"{r.mean:.2f}", f"{r.deviation:.2f}", str(r.repetitions)]
+        [*map(str, about.values()), r.graph, r.test, f"{r.mean:.2f}", _deviation(r.deviation), str(r.repetitions)]
         for r in rows
     ]
     if form == "csv":

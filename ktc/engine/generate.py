@@ -43,19 +43,33 @@ class Timings:
     decode_seconds: float
 
     @property
-    def prompt_rate(self) -> float:
-        return (self.prompt_tokens - self.prompt_cached) / self.prompt_seconds if self.prompt_seconds else 0.0
+    def prompt_rate(self) -> float | None:
+        """Tokens per second; None if none was run."""
+        return _rate(self.prompt_tokens - self.prompt_cached, self.prompt_seconds)
 
     @property
-    def decode_rate(self) -> float:
-        return self.decode_steps / self.decode_seconds if self.decode_seconds else 0.0
+    def decode_rate(self) -> float | None:
+        """Steps per second; None if there was none, as with one new token."""
+        return _rate(self.decode_steps, self.decode_seconds)
 
     def line(self) -> str:
         cached = f" ({self.prompt_cached} cached)" if self.prompt_cached else ""
         return (
-            f"prompt {self.prompt_tokens} tokens{cached}, {self.prompt_rate:.1f} tokens/s;"
-            f" decode {self.decode_tokens} tokens, {self.decode_rate:.1f} tokens/s"
+            f"prompt {_tokens(self.prompt_tokens)}{cached}{_speed(self.prompt_rate)};"
+            f" decode {_tokens(self.decode_tokens)}{_speed(self.decode_rate)}"
         )
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return count / seconds if count and seconds else None
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count != 1)}"
+
+
+def _speed(rate: float | None) -> str:
+    return "" if rate is None else f", {rate:.1f} tokens/s"
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ def test_m3_another_node_count_needs_a_repack_unless_emulated(compiled) -> None:
     assert topology.level == "NEEDS_REPACK"
     assert topology.reason == "packed for 2 NUMA nodes, this machine has 1"
     assert topology.fix.startswith(f"ktc repack {bundle.path} --nodes 1 -o OUT")
-    assert part(verdict(bundle, host=here, emulate_nodes=True), "topology").level == "RUNS_SLOWER"
+    emulated = part(verdict(bundle, host=here, emulate_nodes=True), "topology")
+    assert emulated.level == "RUNS_SLOWER" and "--emulate-nodes" in emulated.reason
+    assert "ktc repack" in emulated.fix and "--emulate-nodes" not in emulated.fix  # it is given already
     two = replace(here, nodes=((0,), (1,)))
     assert part(verdict(bundle, host=two), "topology").level == "OPTIMAL"
     four = replace(here, nodes=((0,), (1,), (2,), (3,)))

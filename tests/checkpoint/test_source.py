@@ -15,6 +15,11 @@ from ktc.errors import CheckpointError, KtcError
 from tests.checkpoint.files import f32, write_checkpoint
 
 
+def without_response(kind: type[Exception]) -> Exception:
+    """The error as the hub client raises it, less the HTTP response that its constructor wants."""
+    return kind.__new__(kind)
+
+
 def test_short_names_are_hub_ids() -> None:
     assert all(name == name.lower() and repo.count("/") == 1 for name, repo in HUB_IDS.items())
     assert HUB_IDS["deepseek-v3"] == "deepseek-ai/DeepSeek-V3"
@@ -29,13 +34,33 @@ def test_neither_path_nor_id(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert "short name" in str(caught.value)
 
 
+@pytest.mark.parametrize("network", [True, False])
+def test_a_mistyped_path_that_looks_like_a_hub_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "artifacts" / "demo").mkdir(parents=True)
+
+    def download(repo: str, **options: Any) -> str:
+        from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+        if network:
+            raise without_response(RepositoryNotFoundError)
+        raise LocalEntryNotFoundError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(CheckpointError, match=r"'artifacts/dmo' does not exist as a path, and .* hub") as caught:
+        resolve("artifacts/dmo")
+    assert caught.value.hint is not None and caught.value.hint.startswith("did you mean artifacts/demo? ")
+
+
 def test_offline_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(
-        CheckpointError, match="cannot fetch deepseek-ai/DeepSeek-V3 from the Hugging Face hub"
+        CheckpointError, match="deepseek-ai/DeepSeek-V3 cannot be fetched from the Hugging Face hub"
     ) as caught:
         read_config("DeepSeek-V3")
-    assert "give the directory" in str(caught.value)
+    assert "give its directory" in str(caught.value)
 
 
 @pytest.mark.parametrize("weights", [True, False])
@@ -67,15 +92,11 @@ def test_only_harmless_files_are_fetched(tmp_path: Path, monkeypatch: pytest.Mon
 def test_hub_errors_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub.errors import GatedRepoError, HTTPError, RepositoryNotFoundError
 
-    def without_response(kind: type[Exception]) -> Exception:
-        """The error as the hub client raises it, less the HTTP response that its constructor wants."""
-        return kind.__new__(kind)
-
     for error, message in (
         (without_response(RepositoryNotFoundError), "the hub has no model org/name"),
         (without_response(GatedRepoError), "its licence must be accepted first"),
-        (HTTPError("refused"), "cannot fetch org/name from the Hugging Face hub: refused"),
-        (OSError("No space left on device"), "cannot fetch org/name.*No space left"),
+        (HTTPError("refused"), "org/name cannot be fetched from the Hugging Face hub: refused"),
+        (OSError("No space left on device"), "org/name cannot be fetched.*No space left"),
     ):
 
         def download(*_: Any, error: Exception = error, **__: Any) -> str:

@@ -48,6 +48,7 @@ def test_tables_agree(bundle: Path) -> None:
     assert len(table) == 3 and table[1].startswith("|--") and "prompt 8" in table[2]
     rows = list(csv.DictReader(io.StringIO(run(bundle, "-p", 0, "-n", 3, "-r", 1, "-o", "csv").stdout)))
     assert [r["test"] for r in rows] == ["decode 3"] and float(rows[0]["tokens/s"]) > 0
+    assert [cell.strip() for cell in table[2].split("|")][-3:] == ["-", "1", ""] and rows[0]["deviation"] == "-"
 
 
 @pytest.mark.parametrize(

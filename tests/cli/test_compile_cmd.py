@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ktc.bundle import open_bundle
+from ktc.host import this_host
 from tests.cli.runner import ktc
 
 Capture = pytest.CaptureFixture[str]
@@ -29,6 +31,38 @@ def test_default_name_and_what_is_said(tiny_checkpoint, tmp_path: Path, monkeypa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["my model", name]
     assert ktc("compile", "my model", "-r", "int8", "--no-kernels") == 6
     assert f"{name} already exists\n  hint: --force" in capsys.readouterr().err
+
+
+def test_the_default_name_has_the_recipes_name(tiny_checkpoint, tmp_path: Path, monkeypatch, capsys: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).resolve().parents[2] / "recipes" / "int8.yaml").read_text()
+    assert "name: int8\n" in text
+    (tmp_path / "mine.yaml").write_text(text.replace("name: int8\n", "name: my/best one\n"))
+    source = tiny_checkpoint("deepseek_v3")
+    assert ktc("compile", source, "-r", "mine.yaml", "--no-kernels", "--no-logits") == 0
+    assert (tmp_path / f"{source.name}-my-best-one.ktc").is_dir()
+    assert "RECIPE being the recipe's name:" in " ".join(help_of("compile", capsys).split())
+
+
+def help_of(command: str, capsys: Capture) -> str:
+    capsys.readouterr()
+    assert ktc(command, "--help") == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_bundle_for_cuda_says_where_it_runs(
+    tiny_checkpoint, tmp_path: Path, monkeypatch, capsys: Capture, here: bool
+) -> None:
+    from ktc.cli import compile_cmd
+
+    host = replace(this_host(), cuda=here)
+    monkeypatch.setattr(compile_cmd, "this_host", lambda: host)
+    out = tmp_path / "g.ktc"
+    assert ktc("compile", tiny_checkpoint("qwen3_moe"), "-r", "int4-cuda", "-o", out, "--no-kernels") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    where = "" if here else " on a machine with a CUDA device, which this one is not"
+    assert last == f'next{where}: ktc run {out} -p "Once upon a time"'
 
 
 def test_json(tiny_checkpoint, tmp_path: Path, capsys: Capture) -> None:

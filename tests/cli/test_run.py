@@ -140,6 +140,31 @@ def test_a_byte_order_mark_is_no_text(short_bundle: Path, tmp_path: Path, monkey
     assert "prompt is larger than" in str(run(short_bundle, "-f", tmp_path / "bom.txt").exception)
 
 
+def test_an_input_with_nothing_in_it_is_said(short_bundle: Path) -> None:
+    process = start(short_bundle, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 2 and b"the prompt is empty" in out and b"on stdin" in out
+
+
+def test_an_input_is_read_to_its_end(short_bundle: Path) -> None:
+    process = start(short_bundle, "--greedy", "--max-tokens", "2", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(b"ab\n")
+    process.stdin.flush()
+    time.sleep(0.5)
+    assert process.poll() is None  # there may be more
+    out, _ = process.communicate(b"cd\n", timeout=120)
+    assert process.returncode == 0 and b"prompt 7 tokens" in out  # with the BOS token
+
+
+def test_one_token_has_no_decode_rate(short_bundle: Path) -> None:
+    assert ok(run(short_bundle, "-p", "ab", "--max-tokens", 1, "--greedy")).stderr.startswith("prompt 3 tokens, ")
+    line = ok(run(short_bundle, "-p", "ab", "--max-tokens", 1, "--greedy")).stderr
+    assert "; decode 1 token; " in line.replace("\n", "; ") and " 0.0 tokens/s" not in line
+    timings = json.loads(ok(run(short_bundle, "-p", "ab", "--max-tokens", 1, "--json")).stdout)["timings"]
+    assert timings["decode_tokens_per_second"] is None and timings["prompt_tokens_per_second"] > 0
+
+
 def test_arguments_that_are_no_text_are_refused(short_bundle: Path) -> None:
     result = run(short_bundle, "-p", "caf\udce9")  # what Python makes of the byte 0xe9
     assert "is not UTF-8: byte 3" in str(result.exception)

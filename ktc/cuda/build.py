@@ -1,4 +1,4 @@
-"""Plan + weights -> a Hugging Face model on a CUDA device, its routed experts in the native runtime.
+"""Plan + weights -> a Hugging Face model on CUDA devices, its routed experts in the native runtime.
 
 The counterpart of ktc/engine/build.py: the same two steps over the same plan and the same bytes. Packed linears are
 turned into what the device's kernel reads once, at load; everything else is moved in the computing type,
@@ -8,6 +8,8 @@ except what Hugging Face keeps in fp32 (routers and their biases: failure R2).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from ktc.engine.moe import KtcFusedMoE
 from ktc.errors import BundleError, KtcError, UsageError
 from ktc.models.family import Family
 from ktc.plan.ir import ModulePlan, Plan
+from ktc.plan.stages import Placement
 
 if TYPE_CHECKING:
     from ktc.engine.build import Kernels
@@ -57,8 +60,19 @@ def replace_modules(model: nn.Module, plan: Plan, family: Family) -> None:
             build.set_module(model, planned.name, LaneMLAAttention(original))
 
 
+@dataclass(frozen=True)
+class Places:
+    """The `torch.device` of every module."""
+
+    placement: Placement
+    devices: Mapping[str, torch.device]
+
+    def of(self, name: str) -> torch.device:
+        return self.devices[self.placement.of(name)]
+
+
 def fill(
-    model: nn.Module, plan: Plan, store: WeightStore, kernels: Kernels, device: torch.device, dtype: torch.dtype
+    model: nn.Module, plan: Plan, store: WeightStore, kernels: Kernels, places: Places, dtype: torch.dtype
 ) -> ExpertLane:
     """Give every module its weights.
 
@@ -68,7 +82,7 @@ def fill(
         BundleError: a tensor is missing, or something would stay without a value.
     """
     for planned in plan.modules:
-        module = model.get_submodule(planned.name)
+        module, device = model.get_submodule(planned.name), places.of(planned.name)
         if planned.linear is not None:
             assert isinstance(module, LaneLinear)
             module.load(_packed(planned, store), device, dtype)
@@ -81,23 +95,24 @@ def fill(
             if value.is_floating_point():
                 value = value.to(_kept_type(model, name, planned_type, dtype))
             build.set_tensor(module, key, value.to(device))
-    _tie(model, plan)
+    _tie(model, plan, places)
     build._rebuild_buffers(model)
-    for module in model.modules():
+    for path, module in model.named_modules():
+        device = places.of(path)
         if isinstance(module, LaneMLAAttention):
             module.absorb()
             module.place(device, dtype)
         for key, buffer in module.named_buffers(recurse=False):
             if buffer.device != device and buffer.device.type != "meta":
                 module._buffers[key] = buffer.to(device)
-    lane = _attach_experts(model, plan, store, kernels, device, dtype)
+    lane = _attach_experts(model, plan, store, kernels, places, dtype)
     model.requires_grad_(False)
     build._check_complete(model)
     return lane
 
 
 def _attach_experts(
-    model: nn.Module, plan: Plan, store: WeightStore, kernels: Kernels, device: torch.device, dtype: torch.dtype
+    model: nn.Module, plan: Plan, store: WeightStore, kernels: Kernels, places: Places, dtype: torch.dtype
 ) -> ExpertLane:
     modules = plan.moe_modules()
     shapes = {(m.moe.hidden, m.moe.top_k) for m in modules if m.moe is not None}
@@ -109,9 +124,10 @@ def _attach_experts(
         assert moe is not None
         addresses = build.layer_addresses(store, planned.name, moe)
         moes.append(build.make_moe(moe, addresses, kernels))
-        hot.append(HotExperts(moe, addresses, device, dtype) if moe.hot else None)
+        hot.append(HotExperts(moe, addresses, places.of(planned.name), dtype) if moe.hot else None)
     hidden, top_k = shapes.pop()
-    lane = ExpertLane(moes, hidden, top_k, device, STAGED_ROWS, hot)
+    where = [places.placement.of(planned.name) for planned in modules]
+    lane = ExpertLane(moes, hidden, top_k, places.devices, where, STAGED_ROWS, hot)
     for planned, operator in zip(modules, lane.operators(), strict=True):
         module = model.get_submodule(planned.name)
         assert isinstance(module, KtcFusedMoE)
@@ -138,21 +154,24 @@ def _kept_type(model: Any, name: str, planned: str, dtype: torch.dtype) -> torch
     return dtype
 
 
-def _tie(model: nn.Module, plan: Plan) -> None:
+def _tie(model: nn.Module, plan: Plan, places: Places) -> None:
+    """Tied parameters are one tensor, or a copy of it on another device."""
     for tied, stored in plan.tied.items():
         module_name, _, key = tied.rpartition(".")
         module = model.get_submodule(module_name)
         if isinstance(module, LaneLinear):
             continue
         source_name, _, source_key = stored.rpartition(".")
-        module._parameters[key] = getattr(model.get_submodule(source_name), source_key)
+        value, device = getattr(model.get_submodule(source_name), source_key), places.of(module_name)
+        module._parameters[key] = value if value.device == device else nn.Parameter(value.detach().to(device))
 
 
-def device_bytes(plan: Plan, dtype: torch.dtype) -> int:
-    """A lower bound of what the model takes on the device, caches and workspaces left out."""
+def device_bytes(plan: Plan, dtype: torch.dtype, placement: Placement) -> dict[str, int]:
+    """A lower bound of what the model takes on each device, caches and workspaces left out."""
     size = torch.empty(0, dtype=dtype).element_size()
-    total = 0
+    out = dict.fromkeys(placement.devices, 0)
     for module in plan.modules:
+        total = 0
         if module.linear is not None:
             linear = module.linear
             total += module.nbytes if linear.data_type == "int4" and size == 2 else size * linear.n * linear.k
@@ -160,7 +179,8 @@ def device_bytes(plan: Plan, dtype: torch.dtype) -> int:
             total += sum(size * int(np.prod(shape)) for shape, _ in module.params.values())
         if module.moe is not None:
             total += size * module.moe.hot_elements
-    return total
+        out[placement.of(module.name)] += total
+    return out
 
 
 def describe(model: nn.Module, plan: Plan, lib: Any, dtype: torch.dtype) -> list[tuple[str, str]]:

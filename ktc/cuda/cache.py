@@ -22,7 +22,8 @@ class StaticCache(Cache):  # type: ignore[misc]
         context: positions that every layer has.
 
     Attributes:
-        positions: i64 [T] on the device, where the rows of the next step go.
+        positions: i64 [T], where the rows of the next step go.
+        here: their copy on the device of the layer that runs.
         seen: how many positions the next step may look at; None = all of them (masked), as a captured step must.
     """
 
@@ -31,6 +32,7 @@ class StaticCache(Cache):  # type: ignore[misc]
         self.context = context
         self.positions: Tensor | None = None
         self.seen: int | None = None
+        self.here: Callable[[Tensor], Tensor] = lambda tensor: tensor
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -47,8 +49,9 @@ class StaticCache(Cache):  # type: ignore[misc]
         if found is None:  # before capture: a warm-up step goes through every layer
             found = self._buffers[layer_idx] = (self._room(key_states), self._room(value_states))
         keys, values = found
-        keys.index_copy_(2, self.positions, key_states)
-        values.index_copy_(2, self.positions, value_states)
+        positions = self.here(self.positions)
+        keys.index_copy_(2, positions, key_states)
+        values.index_copy_(2, positions, value_states)
         return (keys, values) if self.seen is None else (keys[:, :, : self.seen], values[:, :, : self.seen])
 
     def _room(self, states: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which device a plan puts the model on, and whether this machine has it. Judges; moves nothing."""
+"""Which devices a plan puts the model on, and whether this machine has them. Judges; moves nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ktc.errors import BundleError, KtcError
 
 if TYPE_CHECKING:
-    from ktc.plan.ir import ModulePlan, Plan
+    from ktc.plan.ir import Plan
+    from ktc.plan.stages import Placement
 
 _CUDA = re.compile(rb'"device"\s*:\s*\{[^{}]*"kind"\s*:\s*"cuda"')
 _ELSEWHERE = "run it on a machine with an NVIDIA GPU, or compile the checkpoint again with device: cpu in the recipe"
@@ -30,38 +31,21 @@ def wants_cuda(bundle: Path) -> bool:
         return False  # whoever opens the bundle says what is wrong with it
 
 
-def lane_device(plan: Plan) -> str | None:
-    """The one CUDA device of a plan, or None for a plan that stays on the CPU.
-
-    Modules that no rule decides, and everything inside a MoE block but its experts, follow the rest of the model.
+def lane_devices(plan: Plan) -> tuple[Placement, dict[str, Any]] | None:
+    """Where a plan's modules are, and the `torch.device` of every device in it, checked; None for a plan on the CPU.
 
     Raises:
-        BundleError: several devices, or a module that a rule puts on the CPU in a model that is on the GPU.
+        BundleError: no way to run the plan (`place`). KtcError: no such device, or a torch without CUDA; it says which.
     """
-    used = sorted({m.device for m in plan.modules if m.device != "cpu"})
-    if not used:
+    from ktc.plan.stages import place
+
+    try:
+        placement = place(plan)
+    except KtcError as error:
+        raise BundleError(error.message, error.hint) from error
+    if placement is None:
         return None
-    if len(used) > 1:
-        raise BundleError(
-            f"the plan spreads the model over {', '.join(used)}; ktc runs on one GPU so far",
-            f"put every rule on device: {used[0]}",
-        )
-    for module in plan.modules:
-        if module.device == "cpu" and _decided(plan, module):
-            assert module.rule is not None
-            raise BundleError(
-                f"{module.name} is on the cpu ({plan.rules[module.rule].where}) and the rest of the model on {used[0]};"
-                " only routed experts can stay behind",
-                f"give that rule device: {used[0]}, or leave its device out",
-            )
-    return used[0]
-
-
-def _decided(plan: Plan, module: ModulePlan) -> bool:
-    """Whether a rule for this very module says cpu (not for a MoE block around it)."""
-    if module.rule is None or module.operator == "moe":
-        return False
-    return not any(m.rule == module.rule and m.operator == "moe" for m in plan.modules)
+    return placement, {name: open_device(name) for name in sorted(placement.devices)}
 
 
 def open_device(name: str) -> Any:

@@ -1,19 +1,23 @@
-"""The CUDA half of `ktc.load`: from an opened bundle to a model on the device. The rest is ktc/engine/loader.py."""
+"""The CUDA half of `ktc.load`: from an opened bundle to a model on its devices. The rest is ktc/engine/loader.py."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ktc.cuda import build
-from ktc.cuda import device as devices
+from ktc.cuda.build import Places
+from ktc.cuda.device import check_memory as check_device_memory
 from ktc.cuda.experts import ExpertLane
+from ktc.cuda.pipeline import Pipeline
 from ktc.engine.weights import WeightStore
 from ktc.engine.weights import check_memory as refuse_too_large
 from ktc.errors import BuildError
 from ktc.models.registry import family_for, hf_config, meta_model
+from ktc.plan.stages import Placement
 from ktc.progress import Progress
 
 if TYPE_CHECKING:
@@ -22,12 +26,20 @@ if TYPE_CHECKING:
 
 
 def build_on_device(
-    bundle: Bundle, kernels: Kernels, device: torch.device, dtype: str | None, bind: bool, check_memory: bool
+    bundle: Bundle,
+    kernels: Kernels,
+    placement: Placement,
+    devices: Mapping[str, torch.device],
+    dtype: str | None,
+    bind: bool,
+    check_memory: bool,
 ) -> tuple[Any, WeightStore, list[tuple[str, str]]]:
     """
+    Args:
+        placement, devices: from `ktc.cuda.device.lane_devices`.
     Returns:
-        The model (its `ktc_lane` and `ktc_dtype` are what a `CudaSession` needs), the store that its experts point
-        into, and the lines of the report.
+        The model (its `ktc_lane`, `ktc_pipeline` and `ktc_dtype` are what a `CudaSession` needs), the store that its
+        experts point into, and the lines of the report.
     """
     from ktc.engine.loader import set_generation_config
 
@@ -40,15 +52,17 @@ def build_on_device(
     experts = sum(ref.nbytes for (node, _), ref in bundle.tensors.items() if node is not None)
     if check_memory:
         refuse_too_large(experts)
-        devices.check_memory(device, build.device_bytes(bundle.plan, compute))
+        for name, nbytes in build.device_bytes(bundle.plan, compute, placement).items():
+            check_device_memory(devices[name], nbytes)
     with Progress("load weights", sum(ref.nbytes for ref in weights), "B") as progress:
         store = WeightStore(bundle, kernels.pool, progress, bind)
         try:
-            lane = build.fill(model, bundle.plan, store, kernels, device, compute)
+            lane = build.fill(model, bundle.plan, store, kernels, Places(placement, devices), compute)
         except (RuntimeError, ValueError) as error:
             raise BuildError(f"{bundle.path}: {error}") from error
     model.config.dtype = compute
     model.ktc_lane, model.ktc_dtype = lane, compute
+    model.ktc_pipeline = Pipeline(model, placement, devices)
     set_generation_config(model, bundle)
     _check_after(model, lane)
     return model.eval(), store, build.describe(model, bundle.plan, kernels.lib, compute)
@@ -57,8 +71,10 @@ def build_on_device(
 def _check_after(model: Any, lane: ExpertLane) -> None:
     """A forward that nobody captures (Hugging Face's generate) ends with a worker's exception, if there was one."""
 
+    on_cuda = any(side.device.type == "cuda" for side in lane.sides.values())
+
     def check(module: Any, arguments: Any, out: Any) -> None:
-        if lane.decode or (lane.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if lane.decode or (on_cuda and torch.cuda.is_current_stream_capturing()):
             return  # a session's step: it checks when the step is over
         lane.synchronize()
 

@@ -17,10 +17,10 @@ from ktc.engine.mla import KtcMLAAttention, mask_scores
 
 SCORE_BYTES = 256 << 20
 """Scores of one piece, fp32."""
-decoding_latent: ContextVar[Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None] = ContextVar(
+decoding_latent: ContextVar[Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor] | None] = ContextVar(
     "ktc_decoding_latent", default=None
 )
-"""Set while a decode step is enqueued whose scores and softmax another library computes (paged.py): q [1, A, R],
+"""Set while a decode step is enqueued whose scores and softmax another library computes (paged.py): layer, q [1, A, R],
 rotated q [1, A, dr], the layer's caches [S, R] and [S, dr] -> [1, A, R]."""
 
 
@@ -46,7 +46,7 @@ class LaneMLAAttention(KtcMLAAttention):
         elsewhere = decoding_latent.get()
         if elsewhere is not None and batch == new == 1:
             q = torch.matmul(q_nope, self.w_uk)  # [1, A, 1, R]
-            mixed = elsewhere(q[:, :, 0], q_rope[:, :, 0], c[0], r[0])
+            mixed = elsewhere(self.layer_idx, q[:, :, 0], q_rope[:, :, 0], c[0], r[0])
             return torch.matmul(mixed[:, :, None], self.w_uv).transpose(1, 2)
         causal = mask is None and new > 1
         if causal:  # as in the base class: without a mask query i sees keys 0..i

@@ -13,7 +13,7 @@ Letters: A query heads, K key heads, D head size, R latent rank, S positions of 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -66,11 +66,12 @@ def make_attention(choice: str, model: Any, context: int, windows: list[int]) ->
 
 def unusable(model: Any) -> str:
     """Why FlashInfer does not take this model on this device; "" if it does."""
-    device, dtype = model.ktc_lane.device, model.ktc_dtype
-    if device.type != "cuda":
-        return f"the device is {device.type}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "the device is older than compute capability 8.0"
+    dtype = model.ktc_dtype
+    for device in model.ktc_pipeline.devices:
+        if device.type != "cuda":
+            return f"the device is {device.type}"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "the device is older than compute capability 8.0"
     try:
         wrappers()
     except ImportError as error:
@@ -127,8 +128,71 @@ def wrappers() -> tuple[Any, Any, Any]:
     return BatchMLAPagedAttentionWrapper, MLAPlanMetadata, BatchDecodeWithPagedKVCacheWrapper
 
 
+class DevicePlans:
+    """The planned wrappers of one device: one for latent attention, else one per window size."""
+
+    def __init__(self, model: Any, device: torch.device, pages: int, windows: set[int], latent: Any) -> None:
+        self.device, self.dtype, self.pages = device, model.ktc_dtype, pages
+        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._page_ids = torch.arange(pages, dtype=torch.int32)
+        self.mla: Any = None
+        self.gqa: dict[int, Any] = {}
+        mla, self._metadata, decode = wrappers()
+        if latent is not None:
+            self._shape = {
+                "num_heads": latent.heads,
+                "head_dim_ckv": latent.rank,
+                "head_dim_kpe": latent.rope,
+                "sm_scale": float(latent.scaling),
+            }
+            buffers = {"qo_indptr": 2, "kv_indptr": 2, "kv_indices": pages, "kv_len_arr": 1}
+            self.mla = mla(self._workspace, use_cuda_graph=True, backend=BACKEND, **self._reserve(buffers))
+            return
+        config = model.config.get_text_config()
+        self._shape = {
+            "num_qo_heads": int(config.num_attention_heads),
+            "num_kv_heads": int(config.num_key_value_heads),
+            "head_dim": head_size(config),
+            "sm_scale": float(attention_modules(model)[0].scaling),
+        }
+        names = ("indptr", "indices", "last_page_len")
+        buffers = {f"paged_kv_{name}_buffer": n for name, n in zip(names, (2, pages, 1), strict=True)}
+        self._page_ids = self._page_ids.to(device)  # that planner copies them, the other one reads them
+        for window in sorted(windows):
+            self.gqa[window] = decode(
+                self._workspace, "HND", use_cuda_graph=True, use_tensor_cores=True, backend=BACKEND,
+                **self._reserve(buffers),
+            )  # fmt: skip
+
+    def _reserve(self, sizes: dict[str, int]) -> dict[str, Tensor]:
+        return {name: torch.zeros(n, dtype=torch.int32, device=self.device) for name, n in sizes.items()}
+
+    def plan(self, length: int) -> None:
+        """As `PagedAttention.plan`."""
+        used = -(-length // PAGE)
+        indptr = torch.tensor([0, used], dtype=torch.int32)
+        if self.mla is not None:
+            metadata = self._metadata.csr(
+                torch.tensor([0, 1], dtype=torch.int32),
+                indptr,
+                self._page_ids,
+                torch.tensor([length], dtype=torch.int32),
+            )
+            self.mla.plan(
+                metadata=metadata, page_size=PAGE, causal=False, q_data_type=self.dtype, kv_data_type=self.dtype,
+                query_layout="split", kv_cache_layout="split", **self._shape,
+            )  # fmt: skip
+            return
+        last = torch.tensor([length - (used - 1) * PAGE], dtype=torch.int32)
+        for window, wrapper in self.gqa.items():
+            wrapper.plan(
+                indptr, self._page_ids, last, page_size=PAGE, window_left=window - 1 if window else -1,
+                q_data_type=self.dtype, kv_data_type=self.dtype, **self._shape,
+            )  # fmt: skip
+
+
 class PagedAttention:
-    """The planned wrappers of one session: one for latent attention, else one per window size.
+    """The planned wrappers of one session, on each device that has layers.
 
     Attributes:
         kind: "mla" or "gqa".
@@ -137,68 +201,27 @@ class PagedAttention:
     def __init__(self, model: Any, context: int, windows: list[int]) -> None:
         if context % PAGE:
             raise ValueError(f"caches of {context} positions are not whole pages of {PAGE}")
-        self.device, self.dtype = model.ktc_lane.device, model.ktc_dtype
-        self.pages, modules = context // PAGE, attention_modules(model)
-        self.kind = "mla" if isinstance(modules[0], LaneMLAAttention) else "gqa"
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-        self._page_ids = torch.arange(self.pages, dtype=torch.int32)
-        mla, self._metadata, decode = wrappers()
-        if self.kind == "mla":
-            first = modules[0]
-            self._shape = {
-                "num_heads": first.heads,
-                "head_dim_ckv": first.rank,
-                "head_dim_kpe": first.rope,
-                "sm_scale": float(first.scaling),
-            }
-            buffers = {"qo_indptr": 2, "kv_indptr": 2, "kv_indices": self.pages, "kv_len_arr": 1}
-            self._mla = mla(self._workspace, use_cuda_graph=True, backend=BACKEND, **self._reserve(buffers))
-        else:
-            config = model.config.get_text_config()
-            self._shape = {
-                "num_qo_heads": int(config.num_attention_heads),
-                "num_kv_heads": int(config.num_key_value_heads),
-                "head_dim": head_size(config),
-                "sm_scale": float(modules[0].scaling),
-            }
-            names = ("indptr", "indices", "last_page_len")
-            buffers = {f"paged_kv_{name}_buffer": n for name, n in zip(names, (2, self.pages, 1), strict=True)}
-            self._page_ids = self._page_ids.to(self.device)  # that planner copies them, the other one reads them
-            self._windows, self._gqa = list(windows), {}
-            for window in sorted(set(windows)):
-                self._gqa[window] = decode(
-                    self._workspace, "HND", use_cuda_graph=True, use_tensor_cores=True, backend=BACKEND,
-                    **self._reserve(buffers),
-                )  # fmt: skip
+        self.pages, self._windows = context // PAGE, list(windows)
+        first = attention_modules(model)[0]
+        self.kind = "mla" if isinstance(first, LaneMLAAttention) else "gqa"
+        pipeline = model.ktc_pipeline
+        self._of_layer: dict[int, DevicePlans] = {}
+        for stage, device in zip(pipeline.stages, pipeline.devices, strict=True):
+            if stage.layers:
+                here = {windows[layer] for layer in stage.layers}
+                with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                    plans = DevicePlans(model, device, self.pages, here, first if self.kind == "mla" else None)
+                self._of_layer |= dict.fromkeys(stage.layers, plans)
+        if self.kind == "gqa":
             _register(model)
         self.plan(context)
 
-    def _reserve(self, sizes: dict[str, int]) -> dict[str, Tensor]:
-        return {name: torch.zeros(n, dtype=torch.int32, device=self.device) for name, n in sizes.items()}
-
     def plan(self, length: int) -> None:
-        """Attention over the first `length` positions, from the next step on. Never inside a graph; the stream is idle
-        or runs nothing that reads the plan."""
-        used = -(-length // PAGE)
-        indptr = torch.tensor([0, used], dtype=torch.int32)
-        if self.kind == "mla":
-            metadata = self._metadata.csr(
-                torch.tensor([0, 1], dtype=torch.int32),
-                indptr,
-                self._page_ids,
-                torch.tensor([length], dtype=torch.int32),
-            )
-            self._mla.plan(
-                metadata=metadata, page_size=PAGE, causal=False, q_data_type=self.dtype, kv_data_type=self.dtype,
-                query_layout="split", kv_cache_layout="split", **self._shape,
-            )  # fmt: skip
-            return
-        last = torch.tensor([length - (used - 1) * PAGE], dtype=torch.int32)
-        for window, wrapper in self._gqa.items():
-            wrapper.plan(
-                indptr, self._page_ids, last, page_size=PAGE, window_left=window - 1 if window else -1,
-                q_data_type=self.dtype, kv_data_type=self.dtype, **self._shape,
-            )  # fmt: skip
+        """Attention over the first `length` positions, from the next step on. Never inside a graph; the streams are
+        idle or run nothing that reads the plan."""
+        for plans in dict.fromkeys(self._of_layer.values()):
+            with torch.cuda.device(plans.device) if plans.device.type == "cuda" else nullcontext():
+                plans.plan(length)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -211,10 +234,10 @@ class PagedAttention:
             _step.reset(token)
             decoding_latent.reset(latent)
 
-    def latent(self, q: Tensor, q_rope: Tensor, c: Tensor, r: Tensor) -> Tensor:
+    def latent(self, layer: int, q: Tensor, q_rope: Tensor, c: Tensor, r: Tensor) -> Tensor:
         """q [1, A, R], q_rope [1, A, dr], c [S, R], r [S, dr] -> [1, A, R]."""
         pages = (c.view(self.pages, PAGE, -1), r.view(self.pages, PAGE, -1))
-        out: Tensor = self._mla.run(query=(q, q_rope), kv_cache=pages)
+        out: Tensor = self._of_layer[layer].mla.run(query=(q, q_rope), kv_cache=pages)
         return out
 
     def grouped(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -222,7 +245,7 @@ class PagedAttention:
         split = (key.shape[1], self.pages, PAGE, key.shape[3])
         pages = tuple(t.view(split).transpose(0, 1) for t in (key, value))  # [P, K, PAGE, D], as they lie
         q = query[0].transpose(0, 1).contiguous()
-        out: Tensor = self._gqa[self._windows[layer]].run(q, pages)
+        out: Tensor = self._of_layer[layer].gqa[self._windows[layer]].run(q, pages)
         return out[None]
 
 

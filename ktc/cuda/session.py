@@ -1,16 +1,17 @@
-"""One sequence on a CUDA device: prefill in chunks, decode a token at a time by replaying one CUDA graph.
+"""One sequence on CUDA devices: prefill in chunks, decode a token at a time by replaying a CUDA graph per stage.
 
-The decode step is captured once, with static buffers: token and position are read from pinned memory by the graph's
-first nodes, logits are written to pinned memory by its last, and what lies between includes the copies and callbacks of
-every MoE layer. A token is one graph launch and one wait. Routing, position and the number of deferred
-experts change nothing about the graph. `graph=False` enqueues the same step's operations one by one: the oracle.
+The decode step is captured once, with static buffers: token and position are read from pinned memory by the first
+graph's first nodes, logits are written to pinned memory by the last one's last, and what lies between includes the
+copies and callbacks of every MoE layer. On one device, a token is one graph launch and one wait. Routing, position and
+the number of deferred experts change nothing about the graphs. `graph=False` enqueues the same step's operations one by
+one: the oracle.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from numpy.typing import NDArray
 
 from ktc.cuda.cache import StaticCache, masks_for, windows_of
 from ktc.cuda.experts import ExpertLane
+from ktc.cuda.graphs import StepGraphs, can_capture
 from ktc.cuda.paged import PAGE, make_attention
+from ktc.cuda.pipeline import Pipeline
 from ktc.engine.generate import check_tokens
 from ktc.errors import KtcError
 
@@ -31,7 +34,7 @@ GOOD_ENOUGH = 1.02
 
 
 class CudaSession:
-    """Caches, position and graph of one sequence.
+    """Caches, position and graphs of one sequence.
 
     Args:
         model: from `ktc.load` of a bundle that is planned for a CUDA device.
@@ -58,9 +61,11 @@ class CudaSession:
         chunk: int = PREFILL_CHUNK,
         attention: str = "auto",
     ) -> None:
-        self.model, self.lane = model, model.ktc_lane
-        assert isinstance(self.lane, ExpertLane)
-        self.device, self.dtype = self.lane.device, model.ktc_dtype
+        self.model, self.lane, self.pipeline = model, model.ktc_lane, model.ktc_pipeline
+        assert isinstance(self.lane, ExpertLane) and isinstance(self.pipeline, Pipeline)
+        stages = self.pipeline.stages
+        self._first, self._last = (self.lane.sides[stage.device] for stage in (stages[0], stages[-1]))
+        self.device, self.dtype = self._first.device, model.ktc_dtype
         self.config, self.generation_config = model.config, model.generation_config
         self.ktc_report, self.ktc_plan = model.ktc_report, model.ktc_plan
         limit = getattr(self.config.get_text_config(), "max_position_embeddings", None) or DEFAULT_CONTEXT
@@ -69,16 +74,17 @@ class CudaSession:
         self.position = 0
         room = -(-self.context // PAGE) * PAGE
         self.cache = StaticCache(room)
+        self.cache.here = self.pipeline.here
         self.masks = masks_for(self.config, room, self.device, self.dtype)
-        with self.lane.on_device():
+        with self._first.current():
             self._paged, self.attention = make_attention(attention, model, room, windows_of(self.config))
         pinned = self.device.type == "cuda"
         self._given = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)  # token, position
         self._taken = torch.zeros(2, dtype=torch.int64, device=self.device)
         self._logits = torch.zeros(self.vocab, dtype=torch.float32, pin_memory=pinned)
-        self._graph: Any = None
+        self._graphs: StepGraphs | None = None
         self._warm_up()
-        if graph and self.device.type == "cuda":
+        if graph and can_capture(self.device):
             self._capture()
         self.n_deferred = self._choose(n_deferred, n_skipped)
 
@@ -117,7 +123,7 @@ class CudaSession:
 
     @torch.inference_mode()
     def _prefill_chunk(self, tokens: NDArray[np.int64], rows: int) -> NDArray[np.float32]:
-        with self.lane.on_device():
+        with self._first.current():
             ids = torch.from_numpy(tokens).to(self.device)
             end = self.position + len(tokens)
             positions = torch.arange(self.position, end, device=self.device)
@@ -135,11 +141,11 @@ class CudaSession:
         self._check(np.array([token]))
         self._given[0], self._given[1] = token, self.position
         try:
-            with self.lane.on_device():
+            with self._first.current():
                 if self._paged is not None:
                     self._paged.plan(self.position + 1)
-                if self._graph is not None:
-                    self._graph.replay()
+                if self._graphs is not None:
+                    self._graphs.replay()
                 else:
                     self._step()
         except BaseException:
@@ -155,10 +161,12 @@ class CudaSession:
     def _forward(self, ids: Any, positions: Any, seen: int | None, rows: int) -> Any:
         """ids, positions [T] on the device -> logits [rows, V] of the last rows."""
         self.cache.positions, self.cache.seen = positions, seen
+        mask = self.masks(positions, seen)
+        self.pipeline.carried = (positions, *(mask.values() if isinstance(mask, dict) else (mask,)))
         out = self.model(
             input_ids=ids[None],
             position_ids=positions[None],
-            attention_mask=self.masks(positions, seen),
+            attention_mask=mask,
             cache=self.cache,
             use_cache=True,
             logits_to_keep=rows,
@@ -168,19 +176,14 @@ class CudaSession:
     @torch.inference_mode()
     def _step(self) -> Any:
         """Enqueue one decode step. Returns the device's logits, which a captured graph keeps."""
-        copy, stream = self.lane.native.copy, self.lane.stream()
-        copy(stream, self._taken.data_ptr(), self._given.data_ptr(), 16)
-        if self.device.type == "cpu":
-            self.lane.native.synchronize(stream)
+        self._first.copy(self._taken, self._given)
         self.lane.decode = True
         try:
             with self._paged.step() if self._paged is not None else nullcontext():
                 logits = self._forward(self._taken[:1], self._taken[1:], None, 1)[0].float().contiguous()
         finally:
             self.lane.decode = False
-        copy(stream, self._logits.data_ptr(), logits.data_ptr(), 4 * self.vocab)
-        if self.device.type == "cpu":
-            self.lane.native.synchronize(stream)
+        self._last.copy(self._logits, logits)
         return logits
 
     def _abandon(self) -> None:
@@ -193,34 +196,35 @@ class CudaSession:
     # ---- the graph --------------------------------------------------------------------------------------------
     def _warm_up(self) -> None:
         """Steps that make every lazily allocated thing (caches, workspaces, scratch of the experts)."""
-        if self.device.type != "cuda":
+        if not can_capture(self.device):
             self._step()
             self.lane.synchronize()
             return
-        with self.lane.on_device():
-            side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
+        with ExitStack() as streams:  # as torch asks for: not on the default streams
+            for side in self.lane.sides.values():
+                side.synchronize()
+                with side.current():
+                    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                streams.enter_context(torch.cuda.stream(stream))
+            with self._first.current():
                 for _ in range(2):
                     self._step()
-                self.lane.synchronize()
-            torch.cuda.current_stream().wait_stream(side)
+            self.lane.synchronize()
 
     def _capture(self) -> None:
         """
         Raises:
             KtcError: something in the model needs the host in the middle of a step.
         """
-        graph = torch.cuda.CUDAGraph()
+        graphs = StepGraphs(self.pipeline)
         try:
-            with self.lane.on_device(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._kept = self._step()
+            graphs.record(self._step)
         except RuntimeError as error:
             raise KtcError(
                 f"the decode step cannot be captured as a CUDA graph: {' '.join(str(error).split())}",
                 "run with --graph off",
             ) from error
-        self._graph = graph
+        self._graphs = graphs
 
     # ---- deferral ---------------------------------------------------------------------------------------------
     def _choose(self, n_deferred: int | None, n_skipped: int) -> list[int]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ktc.engine.build import Kernels
     from ktc.engine.weights import WeightStore
     from ktc.plan.ir import Plan
+    from ktc.plan.stages import Placement
 
 
 def load(
@@ -59,7 +60,7 @@ def load(
         KtcError: not enough memory, no such device, or `strict` and degraded.
     """
     opened, degraded = open_judged(bundle, emulate_nodes, trust_sha256, own_kernels=kernel_library is not None)
-    device = _cuda_device(opened, dtype)
+    placed = _cuda_devices(opened, dtype)
     from ktc import _runtime
     from ktc.engine.build import Kernels
     from ktc.engine.report import LoadReport, describe
@@ -71,13 +72,13 @@ def load(
     started = time.perf_counter()
     tuning = load_tuning()
     kernels = Kernels(lib, pool, force_kernel, tuning.min_rows)
-    if device is None:
+    if placed is None:
         model, store = _build(opened, kernels, bind=not emulate_nodes, check_memory=check_memory)
         layers = describe(opened.plan, lib)
     else:
         from ktc.cuda.load import build_on_device
 
-        model, store, layers = build_on_device(opened, kernels, device, dtype, not emulate_nodes, check_memory)
+        model, store, layers = build_on_device(opened, kernels, *placed, dtype, not emulate_nodes, check_memory)
 
     report = LoadReport(str(opened.path), lib.variant, force_kernel, [len(n) for n in placement])
     report.weight_bytes, report.huge_bytes = store.nbytes, store.huge_bytes()
@@ -97,16 +98,14 @@ def load(
     return model
 
 
-def _cuda_device(bundle: Bundle, dtype: str | None) -> Any:
-    """The CUDA device of the plan, checked before anything is built or read; None for a plan on the CPU."""
+def _cuda_devices(bundle: Bundle, dtype: str | None) -> tuple[Placement, dict[str, Any]] | None:
+    """Placement and CUDA devices of the plan, checked before anything is built or read; None for a plan on the CPU."""
     from ktc.cuda import device
 
-    name = device.lane_device(bundle.plan)
-    if name is None:
-        if dtype not in (None, "fp32"):
-            raise UsageError(f"the CPU computes in fp32, not in {dtype}", "leave out --dtype")
-        return None
-    return device.open_device(name)
+    placed = device.lane_devices(bundle.plan)
+    if placed is None and dtype not in (None, "fp32"):
+        raise UsageError(f"the CPU computes in fp32, not in {dtype}", "leave out --dtype")
+    return placed
 
 
 def _build(bundle: Bundle, kernels: Kernels, bind: bool, check_memory: bool) -> tuple[Any, WeightStore]:

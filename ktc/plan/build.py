@@ -18,6 +18,7 @@ from ktc.plan.expert_use import ModelShape
 from ktc.plan.hot import choose_hot
 from ktc.plan.ir import LinearPlan, ModulePlan, MoePlan, Plan, RuleUse
 from ktc.plan.schemes import padding_note, resolve
+from ktc.plan.stages import check_pipeline
 from ktc.plan.verify import verify
 from ktc.recipe.model import Recipe, Rule
 
@@ -50,7 +51,7 @@ def build_plan(config: Mapping[str, Any] | Any, recipe: Recipe, nodes: int = 1) 
     hf, family, model = _meta(config)
     layers = int(hf.num_hidden_layers)
     builder = _Builder(family, family.shape(hf), layers, recipe, nodes, dict(model.all_tied_weights_keys))
-    builder.visit("", model, "cpu", None)
+    builder.visit("", model, "cpu", None, None)
     builder.check_rules()
     plan = Plan(
         model_type=family.model_type,
@@ -63,6 +64,7 @@ def build_plan(config: Mapping[str, Any] | Any, recipe: Recipe, nodes: int = 1) 
         rules=tuple(builder.rule_use(rule) for rule in recipe.rules),
     )
     verify(plan, {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()})
+    check_pipeline(plan, builder.placed)
     return plan
 
 
@@ -89,6 +91,7 @@ class _Builder:
     Attributes:
         decided, protected, shadowed: per rule, the modules that it decided, that it matched but had to
             leave alone, and that it matched after an earlier rule had decided.
+        placed: module -> the rule that gave it its device, in words.
     """
 
     def __init__(
@@ -100,19 +103,22 @@ class _Builder:
         self.decided: dict[int, list[str]] = {rule.index: [] for rule in recipe.rules}
         self.protected: dict[int, list[str]] = {rule.index: [] for rule in recipe.rules}
         self.shadowed: dict[int, set[int]] = {rule.index: set() for rule in recipe.rules}
+        self.placed: dict[str, str] = {}
 
-    def visit(self, name: str, module: Module, device: str, kept_by: Rule | None) -> None:
+    def visit(self, name: str, module: Module, device: str, placed_by: Rule | None, kept_by: Rule | None) -> None:
         """Plan `module` and everything under it.
 
         Args:
             device: of the parent; a rule's own `device` replaces it for the whole subtree.
+            placed_by: the rule that said so.
             kept_by: the `recursive: false` rule above, under which nothing is matched.
         """
         role = role_of(self.family, name, module)
         hf_class = f"{type(module).__module__}.{type(module).__qualname__}"
         rule, note = (kept_by, "") if kept_by is not None else self._match(name, hf_class, role)
         if rule is not None and kept_by is None and rule.device is not None:
-            device = rule.device
+            device, placed_by = rule.device, rule
+        self.placed[name] = "" if placed_by is None else self.recipe.where(placed_by)
         own = ModulePlan(
             name=name,
             hf_class=hf_class,
@@ -139,7 +145,7 @@ class _Builder:
         for child_name, child in module.named_children():
             if child_name not in skipped:
                 stop = rule if kept_by is not None or (rule is not None and not rule.recursive) else None
-                self.visit(f"{name}.{child_name}" if name else child_name, child, device, stop)
+                self.visit(f"{name}.{child_name}" if name else child_name, child, device, placed_by, stop)
 
     def _match(self, name: str, hf_class: str, role: str) -> tuple[Rule | None, str]:
         """The rule that decides this module, or None and why a rule that matched must not."""

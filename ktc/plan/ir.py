@@ -167,6 +167,9 @@ class Plan:
         """Whether anything is planned for a CUDA device."""
         return any(m.device != "cpu" for m in self.modules)
 
+    def cuda_devices(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(m.device for m in self.modules if m.device != "cpu"))
+
     def expert_bytes(self, node: int) -> int:
         return sum(m.moe.node_bytes(node) for m in self.modules if m.moe is not None)
 

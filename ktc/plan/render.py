@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ktc.plan.ir import ModulePlan, MoePlan, Plan
 from ktc.plan.names import group_name, pattern
+from ktc.plan.stages import Placement, place
 from ktc.progress import format_bytes
 
 _NO_RULE = "rule -: no rule matched; Hugging Face's own code runs"
@@ -92,15 +93,27 @@ def _totals(plan: Plan) -> Iterable[tuple[str, str, str]]:
         slices = sorted({b.splits[node] for b in blocks})
         where = ", ".join(f"{a}..{b}" for a, b in slices)
         yield f"experts, node {node}", format_bytes(plan.expert_bytes(node)), f"intermediate columns {where}"
+    placed = place(plan) if len(plan.cuda_devices()) > 1 else None
     for device, nbytes in plan.device_bytes().items():
         hot = sum(b.moe.hot_bytes for b in plan.modules if b.device == device and b.moe is not None)
         ours = sum(m.nbytes for m in plan.modules if m.device == device and m.operator != "hf")
         text = f"ktc operators {format_bytes(ours)}, Hugging Face modules {format_bytes(nbytes - ours - hot)}"
         if hot:
             text += f", hot experts {format_bytes(hot)} (bf16)"
+        if placed is not None and device in placed.devices:
+            text += f": {_units(placed, device)}"
         yield f"device {device}", format_bytes(nbytes), text
     total = sum(map(_expert_bytes, blocks)) + sum(plan.device_bytes().values())
     yield "total", format_bytes(total), _expert_summary(blocks)
+
+
+def _units(placed: Placement, device: str) -> str:
+    """ "layers 0-29, model.embed_tokens" of a device in a pipeline."""
+    stages = [s for s in placed.stages if s.device == device]
+    layers = sorted(i for s in stages for i in s.layers)
+    others = [unit for stage in stages for unit in stage.others]
+    spans = f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}" if layers else ""
+    return ", ".join(filter(None, (spans, *others)))
 
 
 def _expert_summary(blocks: Sequence[MoePlan]) -> str:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 RECIPE = """version: 1
 name: test-{experts}-{linears}
 rules:
-  - match: {{name: "^$"}}
+{stages}  - match: {{name: "^$"}}
     replace: {{class: default, device: {device}}}
   - match: {{role: moe}}
     replace:
@@ -141,6 +141,16 @@ def _hot(model: Path, hot: int, path: Path) -> str:
     return f", hot_experts: {hot}, hot_profile: {path.name}"
 
 
+def _stages(stages: str) -> str:
+    """The rules of a second stage on cuda:1."""
+    if not stages:
+        return ""
+    first, _, last = stages.partition("-")
+    layers = "|".join(map(str, range(int(first), int(last or 9) + 1)))
+    names = rf"^model\.layers\.({layers})$" if last else rf"^(model\.layers\.({layers})|model\.norm|lm_head)$"
+    return f"  - match: {{name: '{names}'}}\n    replace: {{class: default, device: cuda:1}}\n"
+
+
 def use_of(model: Path, seed: int = 0) -> Any:
     """An `ExpertUse` with random counts for every layer of a model."""
     from ktc.checkpoint import read_config
@@ -158,19 +168,24 @@ def use_of(model: Path, seed: int = 0) -> Any:
 
 @pytest.fixture(scope="session")
 def lane_bundle(folder: Path, checkpoint: Callable[[str], Path]) -> Callable[..., Path]:  # noqa: F811
-    """(model, experts, linears or "", device="cuda:0", deferred=0, hot=0) -> compiled bundle without kernels."""
+    """(model, experts, linears or "", device="cuda:0", deferred=0, hot=0, stages="") -> bundle without kernels.
+
+    `stages`: "1" puts layer 1 and what follows it on cuda:1; "2-3", layers 2 and 3 only.
+    """
     from ktc.compile import compile_checkpoint
 
     def get(
-        name: str, experts: str, linears: str = "", device: str = "cuda:0", deferred: Any = 0, hot: int = 0
-    ) -> Path:
-        stem = f"{name}-{experts}-{linears or 'hf'}-{device.replace(':', '')}-{deferred}-{hot}"
+        name: str, experts: str, linears: str = "", device: str = "cuda:0", deferred: Any = 0, hot: int = 0,
+        stages: str = "",
+    ) -> Path:  # fmt: skip
+        stem = f"{name}-{experts}-{linears or 'hf'}-{device.replace(':', '')}-{deferred}-{hot}-{stages}"
         path = folder / f"{stem}.ktc"
         if not path.exists():
             rule = LINEAR.format(linears=linears, scheme=SCHEME.get(linears, "")) if linears else ""
             text = RECIPE.format(
                 experts=experts, linears=linears or "hf", scheme=SCHEME.get(experts, ""), device=device,
                 deferred=deferred, linear_rule=rule, hot=_hot(checkpoint(name), hot, folder / f"{stem}.json"),
+                stages=_stages(stages),
             )  # fmt: skip
             recipe = folder / f"{stem}.yaml"
             recipe.write_text(text)

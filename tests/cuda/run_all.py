@@ -1,8 +1,9 @@
 """Everything that needs a GPU, in one go: `python tests/cuda/run_all.py [--out FILE] [--seconds N]`.
 
 Prints a Markdown report: the machine, decode tokens/s of artifacts/demo for K = 0 .. top_k - 2 deferred experts with
-the graph on and off, and every test of tests/cuda with its outcome (CUDA sources under nvcc among them). A part that
-fails is reported and the next one runs; the report is written after each part. The exit code is 0 only if all passed.
+the graph on and off (with two GPUs, also for layers split over both), and every test of tests/cuda with its outcome
+(CUDA sources under nvcc among them). A part that fails is reported and the next one runs; the report is written after
+each part. The exit code is 0 only if all passed.
 """
 
 from __future__ import annotations
@@ -53,6 +54,12 @@ class Report:
             self.path.write_text(self.text)
 
 
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(cells) + " |" for cells in [header, ["---"] * len(header), *rows]]
     return "\n".join(lines) + "\n"
@@ -82,7 +89,7 @@ def tests(seconds: float) -> tuple[str, bool]:
     with tempfile.TemporaryDirectory() as folder:
         xml = Path(folder) / "out.xml"
         files = [str(p) for p in (ROOT / "tests/cuda").glob("test_*.py")]
-        files.sort(key=lambda p: "test_gpu" not in p)  # what only this machine can show comes first
+        files.sort(key=lambda p: "gpu" not in Path(p).name)  # what only this machine can show comes first
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={xml}", *files]
         try:
             done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
@@ -110,7 +117,21 @@ def tests(seconds: float) -> tuple[str, bool]:
         return head + table(["test", "outcome", "time"], rows) + (f"\n```{failures}```\n" if failures else ""), ok
 
 
-def decode_speed() -> tuple[str, bool]:
+SECOND_GPU = r"""
+  - match: {name: '^(model\.layers\.[3-9]|model\.norm|lm_head)$'}
+    replace: {class: default, device: cuda:1}
+"""
+
+
+def two_gpus(folder: Path) -> Path:
+    """int4-cuda with the demo's last layers on a second GPU."""
+    text = (ROOT / "recipes/int4-cuda.yaml").read_text()
+    path = folder / "int4-two-gpus.yaml"
+    path.write_text(text.replace("\nrules:\n", f"\nrules:{SECOND_GPU}", 1))
+    return path
+
+
+def decode_speed(split: bool = False) -> tuple[str, bool]:
     """Tokens/s of the demo model; variants take turns, so that whatever else the machine does hits all of them."""
     import numpy as np
 
@@ -120,7 +141,8 @@ def decode_speed() -> tuple[str, bool]:
 
     with tempfile.TemporaryDirectory() as folder:
         bundle = Path(folder) / "demo.ktc"
-        compile_checkpoint(ROOT / "artifacts/demo", "int4-cuda", bundle, variants=(), jobs=os.cpu_count() or 1)
+        recipe = two_gpus(Path(folder)) if split else "int4-cuda"
+        compile_checkpoint(ROOT / "artifacts/demo", recipe, bundle, variants=(), jobs=os.cpu_count() or 1)
         model = ktc.load(bundle)
         sessions = {graph: CudaSession(model, graph=graph, n_deferred=0) for graph in (True, False)}
         top_k = model.ktc_lane.top_k
@@ -151,7 +173,8 @@ def decode_speed() -> tuple[str, bool]:
             cells.append(f"{statistics.mean(waits[deferred, True]):.0%}")
             rows.append(cells)
         header = ["deferred experts K", "tokens/s, graph", "tokens/s, no graph", "time in collects, graph"]
-        about = f"artifacts/demo, int4-cuda, {model.ktc_report.summary()}; attention: {sessions[True].attention};"
+        about = f"artifacts/demo, {Path(recipe).stem}, graphs a token: {len(model.ktc_pipeline.stages)},"
+        about += f" {model.ktc_report.summary()}; attention: {sessions[True].attention};"
         about += f" {DECODE_TOKENS} greedy tokens a sample\n\n"
         return about + table(header, rows), True
 
@@ -164,6 +187,8 @@ def main() -> int:
     report = Report(given.out)
     report.section("Machine", machine)
     report.section("Decode speed", decode_speed)
+    if gpus() > 1:
+        report.section("Decode speed, layers on two GPUs", lambda: decode_speed(split=True))
     report.section("Tests", lambda: tests(given.seconds))
     if shutil.which("nvcc") is None:
         print("nvcc is not on the PATH: the test of the CUDA sources was skipped")

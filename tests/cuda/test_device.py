@@ -17,6 +17,7 @@ import ktc
 from ktc.cuda import device
 from ktc.errors import BundleError, KtcError
 from ktc.plan import build_plan
+from ktc.plan.stages import place
 from ktc.recipe import load_recipe
 from tests.cli.runner import ktc as run_ktc
 from tests.cuda.conftest import ROOT, cuda_here
@@ -40,22 +41,22 @@ def plan_of(tmp_path: Path, text: str, family: str = "deepseek_v3") -> Any:
 
 def test_the_papers_recipe_with_two_rules_on_the_gpu(tmp_path: Path) -> None:
     """Norms, router, embedding and lm_head are decided by no rule: they follow the attention."""
-    assert device.lane_device(plan_of(tmp_path, PAPER % "cuda:0")) == "cuda:0"
-    assert device.lane_device(plan_of(tmp_path, (PAPER % "cpu").replace("cuda:0", "cpu"))) is None
+    placed = place(plan_of(tmp_path, PAPER % "cuda:0"))
+    assert placed is not None and placed.devices == ("cuda:0",) and len(placed.stages) == 1
+    assert place(plan_of(tmp_path, (PAPER % "cpu").replace("cuda:0", "cpu"))) is None
 
 
 def test_plans_that_cannot_run_name_the_rule(tmp_path: Path) -> None:
-    with pytest.raises(KtcError, match=r"cuda:0, cuda:1; ktc runs on one GPU"):
-        device.lane_device(plan_of(tmp_path, PAPER % "cuda:1"))
     with pytest.raises(KtcError, match=r"self_attn\.q_a_proj is on the cpu \(rule 3 \(.*r\.yaml:6\)\)"):
-        device.lane_device(plan_of(tmp_path, PAPER % "cpu"))
+        place(plan_of(tmp_path, PAPER % "cpu"))
 
 
 @pytest.mark.parametrize("family", list(TINY))
 def test_int4_cuda_plans_for_every_family(family: str) -> None:
     plan = build_plan(tiny_config(family), load_recipe("int4-cuda.yaml"))
     assert {m.device for m in plan.modules} == {"cuda:0"} and plan.uses_cuda()
-    assert device.lane_device(plan) == "cuda:0"
+    placed = place(plan)
+    assert placed is not None and placed.devices == ("cuda:0",)
     assert {m.moe.n_deferred_experts for m in plan.moe_modules()} == {"auto"}
 
 

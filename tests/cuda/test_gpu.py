@@ -70,7 +70,7 @@ def test_parity_with_the_cpu_device(name: str, on_gpu: Any, lane_bundle: Any, li
     with torch.no_grad():
         want = cpu(ids).logits[0, 20:]
     model = on_gpu(name)
-    assert next(model.parameters()).device == model.ktc_lane.device
+    assert next(model.parameters()).device == model.ktc_lane.sides["cuda:0"].device
     for graph in (False, True):
         got = run(CudaSession(model, graph=graph, chunk=16), ids[0].numpy(), 21)
         assert error(torch.from_numpy(got), want) < 1e-4, f"graph {graph}"

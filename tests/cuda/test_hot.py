@@ -15,6 +15,7 @@ from ktc.cuda.hot import HotExperts
 from ktc.cuda.session import CudaSession
 from ktc.engine.reference import reference_modules
 from ktc.plan.ir import Plan
+from ktc.plan.stages import place
 from tests.cuda.test_lane import NeedsHost, deep, hf, open_lane, run  # noqa: F401 - fixtures
 from tests.graph.test_deferral import moe_blocks, reference
 from tests.parity.conftest import error, random_ids
@@ -50,7 +51,7 @@ def test_the_same_as_all_on_the_cpu(name: str, gather: bool, open_lane: Any) -> 
 def test_quantised_experts_are_the_same_weights(experts: str, open_lane: Any) -> None:  # noqa: F811
     """Exactly those of the bundle; whole models differ by what quantised activations do, on the CPU only."""
     model = open_lane("qwen3_moe", experts, hot=3)
-    hot, lane = model.ktc_lane.hot[0], model.ktc_lane
+    hot, lane = model.ktc_lane.hot[0], model.ktc_lane.sides["cuda:0"]
     oracle = reference_modules(model)["model.layers.0.mlp"]
     oracle.integer = False
     ids, weights = torch.tensor([[hot.plan.hot[2], hot.plan.hot[0]]]), torch.tensor([[0.3, 0.6]])
@@ -145,7 +146,7 @@ def test_skipping_drops_hot_ones_too(gather: bool, deep: str, open_lane: Any) ->
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_nothing_needs_the_host(name: str, gather: bool, open_lane: Any) -> None:  # noqa: F811
     model = open_lane(name, "bf16", dtype="bf16", hot=3)
-    lane, hot = model.ktc_lane, (gathering(model) if gather else model).ktc_lane.hot[0]
+    lane, hot = model.ktc_lane.sides["cuda:0"], (gathering(model) if gather else model).ktc_lane.hot[0]
     x = torch.randn(1, lane.hidden, dtype=torch.bfloat16)
     ids, weights = torch.arange(lane.top_k)[None], torch.rand(1, lane.top_k)
     with NeedsHost() as mode:
@@ -206,7 +207,8 @@ def test_sizes_and_report_and_manifest(open_lane: Any, lane_bundle: Any) -> None
     weights = sum(t.numel() for h in hot for t in (h.gate_up, h.down, *h.biases))
     assert sum(m.hot_bytes for m in planned if m) == 2 * weights
     without = Plan.from_json(json.loads((lane_bundle("gpt_oss", "bf16") / "plan.json").read_bytes()))
-    extra = build.device_bytes(plan, torch.bfloat16) - build.device_bytes(without, torch.bfloat16)
+    needed = [build.device_bytes(p, torch.bfloat16, place(p))["cuda:0"] for p in (plan, without)]
+    extra = needed[0] - needed[1]
     assert extra == 2 * weights == sum(plan.device_bytes().values()) - sum(without.device_bytes().values())
     assert "hot" not in json.dumps(without.to_json())
     text = "\n".join(model.ktc_report.lines())

@@ -112,7 +112,8 @@ def test_generate_of_hugging_face_works(open_lane: Any, hf: Any) -> None:
     run(CudaSession(model), ids[0].numpy(), 6)
     assert torch.equal(model.generate(ids, **options), want)
     long = random_ids(1, 200, seed=6)
-    model.ktc_lane._many = model.ktc_lane._stage(3)  # staging that has to grow
+    side = model.ktc_lane.sides["cuda:0"]
+    side.many = side.make_staging(3)  # staging that has to grow
     assert error(model(long).logits, hf("qwen3_moe")(long).logits) < 1e-4
     assert torch.equal(model.generate(ids, **options), want)
 

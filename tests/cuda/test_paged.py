@@ -159,7 +159,7 @@ class Device:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.ktc_dtype = dtype
-        self.ktc_lane = type("Lane", (), {"device": torch.device("cuda:0")})
+        self.ktc_pipeline = type("Pipeline", (), {"devices": [torch.device("cuda:0")]})
 
 
 def test_the_device_and_the_package_are_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,7 @@ def test_the_command_line_says_it(
     bundle = lane_bundle("qwen3_moe", "int8")
     assert ktc("run", bundle, *options, "-v") == 0
     assert "attention of decode steps: torch (the device is cpu)" in capsys.readouterr().err
-    assert ktc("run", bundle, *options, "--attention", "flashinfer") == 1
+    assert ktc("run", bundle, *options, "--attention", "flashinfer") == 2
     assert "--attention flashinfer: the device is cpu" in capsys.readouterr().err
     plain = lane_bundle("qwen3_moe", "int8", device="cpu")
     for command in (("run", plain, *options), ("bench", plain)):

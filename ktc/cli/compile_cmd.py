@@ -9,30 +9,21 @@ from pathlib import Path
 
 import click
 
+from ktc.cli.compile_options import chosen_variants, kernel_options, recipe_options
 from ktc.host import this_host
 from ktc.progress import format_bytes, format_seconds, set_verbosity
 
 
 @click.command("compile")
 @click.argument("checkpoint")
-@click.option("--recipe", "-r", default="int4", show_default=True, help="Recipe file, or the name of a shipped recipe.")
+@recipe_options
 @click.option(
     "--out",
     "-o",
     type=click.Path(path_type=Path),
     help="The bundle.  [default: MODEL-RECIPE.ktc, RECIPE being the recipe's name:]",
 )
-@click.option(
-    "--nodes",
-    "-n",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="NUMA nodes to split every expert over.",
-)
-@click.option("--variants", metavar="LIST", help="Kernel variants, comma separated.  [default: all a host may choose]")
-@click.option("--no-kernels", is_flag=True, help="Leave kernels out; they are then built where the bundle runs.")
-@click.option("--jobs", "-j", type=click.IntRange(min=1), help="Worker threads.  [default: cores]")
+@kernel_options("all that a host may choose")
 @click.option("--allow-nonfinite", is_flag=True, help="Pack NaN and infinite weights instead of refusing them.")
 @click.option("--no-logits", is_flag=True, help="Do not run the model to record logits for ktc verify.")
 @click.option("--force", is_flag=True, help="Replace an existing bundle, or an unfinished one of other inputs.")
@@ -57,9 +48,7 @@ def command(
     CHECKPOINT is a directory, a Hugging Face Hub id or a short name. Interrupted, the same command continues.
     """
     set_verbosity(verbose)
-    if no_kernels and variants is not None:
-        raise click.UsageError("give either --variants or --no-kernels")
-    chosen = parse_variants(variants, no_kernels)
+    chosen = chosen_variants(variants, no_kernels)
     from ktc.compile import compile_checkpoint
 
     made = compile_checkpoint(
@@ -106,27 +95,6 @@ def command(
         else " on a machine with a CUDA device, which this one is not"
     )
     click.echo(f'next{here}: ktc run {shlex.quote(shown)} -p "Once upon a time"')
-
-
-def parse_variants(text: str | None, none: bool) -> list[str] | None:
-    """`amx,avx2` -> names; None = the default choice.
-
-    Raises:
-        click.UsageError: an unknown variant.
-    """
-    if none:
-        return []
-    if text is None:
-        return None
-    from ktc.codegen.variants import VARIANTS
-
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in VARIANTS]
-    if unknown or not names:
-        raise click.UsageError(
-            f"no kernel variant {', '.join(map(repr, unknown or [text]))}; there are {', '.join(VARIANTS)}"
-        )
-    return names
 
 
 def _shown(path: Path) -> str:

@@ -6,20 +6,13 @@ import json
 
 import click
 
+from ktc.cli.compile_options import recipe_options
 from ktc.progress import set_verbosity, status
 
 
 @click.command("plan")
 @click.argument("checkpoint")
-@click.option("--recipe", "-r", default="int4", show_default=True, help="Recipe file, or the name of a shipped recipe.")
-@click.option(
-    "--nodes",
-    "-n",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="NUMA nodes to split every expert over.",
-)
+@recipe_options
 @click.option("--json", "as_json", is_flag=True, help="Print plan.json instead of the table.")
 @click.option("--verbose", "-v", count=True, help="One row per module.")
 def command(checkpoint: str, recipe: str, nodes: int, as_json: bool, verbose: int) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ktc.cli.compile_cmd import parse_variants
+from ktc.cli.compile_options import chosen_variants, kernel_options
 from ktc.progress import set_verbosity
 
 
@@ -15,9 +15,7 @@ from ktc.progress import set_verbosity
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--nodes", "-n", type=click.IntRange(min=1), required=True, help="NUMA nodes to split every expert over.")
 @click.option("--out", "-o", type=click.Path(path_type=Path), required=True, help="The new bundle.")
-@click.option("--variants", metavar="LIST", help="Kernel variants to build.  [default: those the bundle has]")
-@click.option("--no-kernels", is_flag=True, help="Leave kernels out; they are then built where the bundle runs.")
-@click.option("--jobs", "-j", type=click.IntRange(min=1), help="Worker threads.  [default: cores]")
+@kernel_options("those the bundle has")
 @click.option("--force", is_flag=True, help="Replace an existing bundle at --out.")
 @click.option("--verbose", "-v", count=True, help="Say what is done.")
 def command(
@@ -35,9 +33,7 @@ def command(
     Blocks are moved, nothing is quantised again: the result is what a fresh compile would give.
     """
     set_verbosity(verbose)
-    if no_kernels and variants is not None:
-        raise click.UsageError("give either --variants or --no-kernels")
-    chosen = parse_variants(variants, no_kernels)
+    chosen = chosen_variants(variants, no_kernels)
     from ktc.bundle.reader import open_bundle
     from ktc.bundle.repack import repack
 

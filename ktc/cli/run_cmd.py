@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ktc.cli.conversation import complete_lines, converse, say, system_message, write
 from ktc.cli.cuda_options import attention_option, load_session, refuse_attention
 from ktc.cli.emulate_options import device_options, finish_emulated, load_emulated
 from ktc.cli.engine_options import engine_options, load_model
 from ktc.cli.graph_options import graph_options, load_native, wants_graph
 from ktc.cuda.device import wants_cuda
-from ktc.errors import KtcError, UsageError
+from ktc.errors import UsageError
 
 if TYPE_CHECKING:
-    from ktc.engine.generate import Generation, TextGenerator
+    from ktc.engine.generate import TextGenerator
 
 EXIT_INTERRUPTED = 130
 MAX_PROMPT_BYTES = 256 << 20
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what Python makes of bytes that it cannot decode
-_HELP = "/reset forgets the conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
 @click.command("run")
@@ -147,9 +147,9 @@ def command(
         if text is not None:
             return _once(generator, text, chat, system, as_json, settings)
         if has_chat_template(tokenizer):
-            _converse(generator, system, settings)
+            converse(generator, system, settings)
         else:
-            _complete_lines(generator, settings)
+            complete_lines(generator, settings)
         return 0
     finally:
         if verbose:
@@ -190,113 +190,24 @@ def _prompt(prompt: str | None, file: Path | None) -> str | None:
         raise UsageError(f"the prompt is not UTF-8: byte {error.start}", "convert it with iconv") from error
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
 def _once(
     generator: TextGenerator, text: str, chat: bool, system: str | None, as_json: bool, settings: dict[str, Any]
 ) -> int:
     from ktc.engine.chat import encode_chat, encode_text
 
     if chat or system is not None:
-        ids = encode_chat(generator.tokenizer, [*_system(system), {"role": "user", "content": text}])
+        ids = encode_chat(generator.tokenizer, [*system_message(system), {"role": "user", "content": text}])
     else:
         ids = encode_text(generator.tokenizer, text)
     if settings["max_tokens"] is None:
         settings["max_tokens"] = 512
-    out = generator.generate(ids, on_text=None if as_json else _write, **settings)
+    out = generator.generate(ids, on_text=None if as_json else write, **settings)
     if as_json:
         print(json.dumps(out.to_json(), ensure_ascii=False))
     elif not out.text.endswith("\n"):
-        _write("\n")
-    _say(out)
+        write("\n")
+    say(out)
     return EXIT_INTERRUPTED if out.finish_reason == "interrupted" else 0
-
-
-def _say(out: Generation) -> None:
-    why = {
-        "stop": "",
-        "length": "; stopped at --max-tokens",
-        "context_full": "; context full",
-        "interrupted": "; interrupted",
-    }[out.finish_reason]
-    seed = "" if out.seed is None else f"; seed {out.seed}"
-    print(f"{out.timings.line()}{seed}{why}", file=sys.stderr)
-
-
-def _system(system: str | None) -> list[dict[str, str]]:
-    return [] if system is None else [{"role": "system", "content": system}]
-
-
-def _converse(generator: TextGenerator, system: str | None, settings: dict[str, Any]) -> None:
-    """Multi-turn chat on the terminal."""
-    from ktc.engine.chat import encode_chat
-
-    print(_HELP, file=sys.stderr)
-    messages = _system(system)
-    while (line := _ask("> ")) is not None:
-        if line == "/reset":
-            messages = _system(system)
-            generator.reset()
-            continue
-        messages.append({"role": "user", "content": line})
-        try:
-            out = generator.generate(encode_chat(generator.tokenizer, messages), on_text=_write, **settings)
-        except KtcError as error:  # a full context or a template's complaint must not end the program
-            messages.pop()
-            print(f"ktc: {error}", file=sys.stderr)
-            continue
-        except KeyboardInterrupt:  # a second Ctrl-C, in the middle of a step
-            messages.pop()
-            print("\ninterrupted", file=sys.stderr)
-            continue
-        messages.append({"role": "assistant", "content": out.text})
-        _write("\n")
-        _say(out)
-
-
-def _complete_lines(generator: TextGenerator, settings: dict[str, Any]) -> None:
-    """The model has no chat template: complete each line on its own."""
-    from ktc.engine.chat import encode_text
-
-    print("this model has no chat template; each line is completed. /quit or Ctrl-D ends", file=sys.stderr)
-    if settings["max_tokens"] is None:
-        settings["max_tokens"] = 512
-    while (line := _ask("> ")) is not None:
-        if line == "/reset":
-            generator.reset()
-            continue
-        try:
-            out = generator.generate(encode_text(generator.tokenizer, line), on_text=_write, **settings)
-        except KtcError as error:
-            print(f"ktc: {error}", file=sys.stderr)
-            continue
-        except KeyboardInterrupt:
-            print("\ninterrupted", file=sys.stderr)
-            continue
-        _write("\n")
-        _say(out)
-
-
-def _ask(mark: str) -> str | None:
-    """The next non-empty line, or None at the end. Ctrl-C clears the line."""
-    while True:
-        try:
-            line = input(mark).strip()
-        except EOFError:
-            print(file=sys.stderr)
-            return None
-        except KeyboardInterrupt:
-            print(file=sys.stderr)
-            continue
-        if line in ("/quit", "/exit"):
-            return None
-        if line in ("/help", "/?"):
-            print(_HELP, file=sys.stderr)
-        elif line:
-            return line
 
 
 def _print_kernels(model: Any) -> None:

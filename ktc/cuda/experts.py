@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ktc.cuda.hot import ELSEWHERE, HotExperts
 from ktc.cuda.side import DeviceSide, Staging
-from ktc.errors import KtcError, UsageError
+from ktc.errors import KtcError
+from ktc.plan.deferral import check_split
 
 CUDART = ""
 """Path of libcudart; "" = the one that torch has loaded."""
-MIN_IMMEDIATE_EXPERTS = 2
 
 
 class ExpertLane:
@@ -117,24 +117,6 @@ class ExpertLane:
         self.native.split([*deferred[:-1], 0], [skipped] * len(self.moes))
         for side in self.sides.values():
             side.kept.fill_(self.top_k - skipped)
-
-
-def check_split(top_k: int, deferred: int, skipped: int) -> None:
-    """
-    Raises:
-        UsageError: not a way to divide `top_k` experts of a token.
-    """
-    if deferred < 0 or skipped < 0:
-        raise UsageError("the numbers of deferred and skipped experts cannot be negative")
-    if deferred and top_k - deferred < MIN_IMMEDIATE_EXPERTS:
-        raise UsageError(
-            f"deferring {deferred} of {top_k} experts leaves fewer than {MIN_IMMEDIATE_EXPERTS} immediate",
-            f"use --deferred {max(0, top_k - MIN_IMMEDIATE_EXPERTS)} or less",
-        )
-    if deferred and skipped:
-        raise UsageError("experts are deferred or skipped, not both", "leave out --deferred or --skip")
-    if skipped >= top_k:
-        raise UsageError(f"skipping {skipped} of {top_k} experts leaves none")
 
 
 class LayerExperts:

@@ -13,14 +13,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ktc.errors import UsageError
 from ktc.graph.arena import ArenaLayout, plan_arena
 from ktc.graph.ir import Node, Program
 from ktc.graph.verify import verify
+from ktc.plan.deferral import check_split
 
 PREFILL_CHUNK = 512
 """Rows of one prefill step: bounds every intermediate, whatever the prompt's length."""
-MIN_IMMEDIATE_EXPERTS = 2
 
 WeightRef = tuple[int, str, int, int]
 """(address, "fp32" | "bf16" | "fp16", rows, columns); a vector has 1 row."""
@@ -65,18 +64,7 @@ def check_deferral(program: Program, n_deferred: int | None, n_skipped: int) -> 
             continue
         top_k = int(node.params["top_k"])
         deferred = int(node.params.get("n_deferred", 0)) if n_deferred is None else n_deferred
-        if deferred < 0 or n_skipped < 0:
-            raise UsageError("the numbers of deferred and skipped experts cannot be negative")
-        if deferred and top_k - deferred < MIN_IMMEDIATE_EXPERTS:
-            raise UsageError(
-                f"{node.module}: deferring {deferred} of {top_k} experts leaves fewer than"
-                f" {MIN_IMMEDIATE_EXPERTS} immediate",
-                f"use --deferred {max(0, top_k - MIN_IMMEDIATE_EXPERTS)} or less",
-            )
-        if deferred and n_skipped:
-            raise UsageError("experts are deferred or skipped, not both", "leave out --deferred or --skip")
-        if n_skipped >= top_k:
-            raise UsageError(f"{node.module}: skipping {n_skipped} of {top_k} experts leaves none")
+        check_split(top_k, deferred, n_skipped, f"{node.module}: ")
 
 
 def plan_layouts(program: Program, threads: int, chunk: int, runtime: Any) -> list[ArenaLayout]:

@@ -6,6 +6,7 @@ Face's class ignores, or that ktc's operators do not implement.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ktc.errors import UnsupportedModelError
@@ -41,6 +42,20 @@ def require_experts(config: Any, experts: int | None, top_k: int | None) -> None
         raise UnsupportedModelError(
             f"{config.model_type}: config.json routes each token to {top_k} of {experts} experts", hint="1 <= k <= E"
         )
+
+
+def silu_experts(experts: str) -> Callable[[Any], None]:
+    """The whole check of a family whose experts are gated by SiLU and that has nothing else to look at.
+
+    Args:
+        experts: the config's key for the number of routed experts of a layer.
+    """
+
+    def check(config: Any) -> None:
+        require_silu(config)
+        require_experts(config, getattr(config, experts), config.num_experts_per_tok)
+
+    return check
 
 
 def require_groups(config: Any, experts: int, top_k: int) -> None:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from ktc.models.checks import require_experts, require_silu
-from ktc.models.family import FUSED_V5, Config, ExpertNames, Family, shape_from
+from ktc.models.checks import silu_experts
+from ktc.models.family import FUSED_V5, ExpertNames, Family, shape_from
 
 EXPERTS = ExpertNames("fused", gate_up="input_linear.weight", down="output_linear.weight")
-
-
-def check(config: Config) -> None:
-    require_silu(config)
-    require_experts(config, config.num_local_experts, config.num_experts_per_tok)
 
 
 FAMILY = Family(
@@ -20,5 +15,5 @@ FAMILY = Family(
     experts=(EXPERTS, FUSED_V5),
     router="router",
     renames=((r"\.router\.layer\.weight$", ".router.weight"),),
-    check=check,
+    check=silu_experts("num_local_experts"),
 )

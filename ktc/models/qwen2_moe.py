@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from ktc.models.checks import require_experts, require_silu
-from ktc.models.family import Config, Family, shape_from
-
-
-def check(config: Config) -> None:
-    require_silu(config)
-    require_experts(config, config.num_experts, config.num_experts_per_tok)
-
+from ktc.models.checks import silu_experts
+from ktc.models.family import Family, shape_from
 
 FAMILY = Family(
     model_type="qwen2_moe",
@@ -18,5 +12,5 @@ FAMILY = Family(
     shared="shared_expert",
     shared_gate="shared_expert_gate",
     protected=(r"\.mlp\.shared_expert_gate$",),
-    check=check,
+    check=silu_experts("num_experts"),
 )

@@ -14,6 +14,7 @@ from ktc.errors import KtcError, RecipeError, UnsupportedModelError, UsageError
 from ktc.layout import split_intermediate, split_unit
 from ktc.models.family import ExpertShape, Family
 from ktc.models.roles import role_of
+from ktc.plan.deferral import MIN_IMMEDIATE_EXPERTS
 from ktc.plan.expert_use import ModelShape
 from ktc.plan.hot import choose_hot
 from ktc.plan.ir import LinearPlan, ModulePlan, MoePlan, Plan, RuleUse
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     Module = torch.nn.Module
 
 PROTECTED_ROLES = ("protected_linear", "router")
-MIN_IMMEDIATE_EXPERTS = 2
 CALLBACK_ROLES = ("attention", "mla", "dense_mlp", "shared_expert")
 CALLBACK_NOTE = "stays Hugging Face's code in the decode graph too, so torch is loaded at run time"
 _WANTED_ROLE = {"moe": "moe", "mla": "mla", "embedding": "embedding"}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ktc.bundle import manifest as fmt
-from ktc.errors import BundleError, DiskError
+from ktc.errors import DiskError, UsageError
 from ktc.layout import LAYOUT_VERSION, QuantScheme
 from ktc.pack.device import DeviceShard
 from ktc.pack.experts import ExpertPart, whole_layouts
@@ -158,7 +158,7 @@ def check_output(out: Path, force: bool) -> None:
     """Refuse to touch what is already at the output path, and an output that could not be written in the end.
 
     Raises:
-        BundleError: it exists and is no bundle, is one and `force` was not given, or lies inside another bundle.
+        UsageError: it exists and is no bundle, is one and `force` was not given, or lies inside another bundle.
         DiskError: nothing can be written there.
     """
     try:
@@ -169,9 +169,9 @@ def check_output(out: Path, force: bool) -> None:
     if not present:
         return
     if not _is_bundle(out):
-        raise BundleError(f"{out} exists and is not a bundle", "choose another name with -o")
+        raise UsageError(f"{out} exists and is not a bundle", "choose another name with -o")
     if not force:
-        raise BundleError(f"{out} already exists", "--force replaces it, -o NAME writes another one")
+        raise UsageError(f"{out} already exists", "--force replaces it, -o NAME writes another one")
 
 
 def _is_bundle(folder: Path) -> bool:
@@ -184,7 +184,7 @@ def _check_place(out: Path) -> None:
     parent = out.absolute().parent
     for above in (parent, *parent.parents):
         if _is_bundle(above):
-            raise BundleError(f"{out} would lie inside the bundle {above}", "choose another place with -o")
+            raise UsageError(f"{out} would lie inside the bundle {above}", "choose another place with -o")
     while not parent.exists():
         parent = parent.parent
     if not parent.is_dir():
@@ -197,7 +197,7 @@ def publish(journal: Journal, out: Path, force: bool) -> None:
     """Move the finished bundle to its name in one step; an old one there is swapped out, then removed.
 
     Raises:
-        BundleError: something appeared at `out` meanwhile.
+        UsageError: something appeared at `out` meanwhile.
         DiskError: the move failed.
     """
     check_output(out, force)

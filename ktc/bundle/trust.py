@@ -40,9 +40,14 @@ def cached_build(bundle: Bundle, variant: str) -> Path | None:
 
 
 def ready_library(bundle: Bundle, trust_sha256: Sequence[str] = (), host: Host | None = None) -> tuple[str, str] | None:
-    """(variant, path) of the library that `kernel_for_host` would return without building one, or None."""
+    """(variant, path) of the library that `kernel_for_host` would return without building one, or None.
+
+    Raises:
+        UsageError: a hash that is none.
+    """
     from ktc.codegen.variants import runnable
 
+    _check_hashes(trust_sha256)
     host = host or this_host()
     for name in runnable(host.features):
         kernel = _shipped(bundle, name, host)
@@ -69,9 +74,7 @@ def kernel_for_host(
     """
     from ktc.codegen.variants import VARIANTS, runnable
 
-    for digest in trust_sha256:
-        if not re.fullmatch(r"[0-9a-f]{64}", digest):
-            raise UsageError(f"--trust-kernel {digest}: not a sha256", "it is 64 hexadecimal digits in lower case")
+    _check_hashes(trust_sha256)
     host = host or this_host()
     if variant is not None:
         if variant not in VARIANTS:
@@ -95,6 +98,12 @@ def kernel_for_host(
     hashes = [f"{k['variant']} {k['sha256']}" for k in bundle.manifest["kernels"]]
     vouch = f"; or vouch for a library of the bundle with --trust-kernel: {'; '.join(hashes)}" if hashes else ""
     raise BuildError(first_error.message, f"{first_error.hint or 'a C++ compiler is needed'}{vouch}")
+
+
+def _check_hashes(trust_sha256: Sequence[str]) -> None:
+    for digest in trust_sha256:
+        if not re.fullmatch(r"[0-9a-f]{64}", digest):
+            raise UsageError(f"--trust-kernel {digest}: not a sha256", "it is 64 hexadecimal digits in lower case")
 
 
 def _shipped(bundle: Bundle, variant: str, host: Host) -> dict[str, Any] | None:

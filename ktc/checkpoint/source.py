@@ -93,4 +93,5 @@ def _download(name: str, repo: str, revision: str | None, weights: bool) -> Sour
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line.removeprefix("Got: ")  # how the hub client begins what the connection said

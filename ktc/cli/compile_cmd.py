@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from ktc.cli.compile_options import chosen_variants, kernel_options, recipe_options
+from ktc.cli.compile_options import chosen_variants, kernel_options, recipe_options, shown_path
 from ktc.host import this_host
 from ktc.progress import format_bytes, format_seconds, set_verbosity
 
@@ -63,7 +63,7 @@ def command(
         logits=not no_logits,
         say=lambda line: print(f"ktc: {line}", file=sys.stderr),
     )
-    shown = _shown(made.path)
+    shown = shown_path(made.path)
     if as_json:
         fields = {
             "bundle": str(made.path),
@@ -95,11 +95,3 @@ def command(
         else " on a machine with a CUDA device, which this one is not"
     )
     click.echo(f'next{here}: ktc run {shlex.quote(shown)} -p "Once upon a time"')
-
-
-def _shown(path: Path) -> str:
-    """As short as it can be typed from here."""
-    try:
-        return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)

@@ -1,8 +1,9 @@
-"""Options of the commands that plan or pack. Parsing only."""
+"""Options of the commands that plan or pack. Parsing and naming only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -81,3 +82,11 @@ def chosen_variants(text: str | None, none: bool) -> list[str] | None:
             f"no kernel variant {', '.join(map(repr, unknown or [text]))}; there are {', '.join(VARIANTS)}"
         )
     return names
+
+
+def shown_path(path: Path) -> str:
+    """As short as it can be typed from here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

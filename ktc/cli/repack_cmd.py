@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
 import click
 
-from ktc.cli.compile_options import chosen_variants, kernel_options
+from ktc.cli.compile_options import chosen_variants, kernel_options, shown_path
 from ktc.progress import set_verbosity
 
 
@@ -46,5 +47,6 @@ def command(
         force=force,
         say=lambda line: print(f"ktc: {line}", file=sys.stderr),
     )
-    click.echo(f"{made}: {nodes} node{'s' * (nodes > 1)}")
-    click.echo(f"next: ktc verify {made}")
+    shown = shown_path(made)
+    click.echo(f"{shown}: {nodes} node{'s' * (nodes > 1)}")
+    click.echo(f"next: ktc verify {shlex.quote(shown)}")

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ktc.errors import BundleError
+from ktc.errors import KtcError, UsageError
 from ktc.pack.writer import FileDigest, disk_error, fsync_dir, hash_file
 from ktc.progress import Progress
 
@@ -45,7 +45,7 @@ class Journal:
         restart: throw away what an unfinished compile of *other* inputs left.
         say: where a line about a resumed or discarded work directory goes.
     Raises:
-        BundleError: the directory belongs to other inputs, or another process works on it.
+        UsageError: the directory belongs to other inputs, or another process works on it.
         DiskError: it cannot be created.
     """
 
@@ -75,7 +75,7 @@ class Journal:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise BundleError(
+                raise KtcError(
                     f"another process is writing {self.root}", "wait for it, or choose another -o"
                 ) from error
             # a file system without locks: go on unlocked
@@ -85,7 +85,7 @@ class Journal:
         if lines:
             differs = _differences(lines[0].get("key", {}), self._key)
             if differs and not restart:
-                raise BundleError(
+                raise UsageError(
                     f"{self.root} holds an unfinished compile with another {' and '.join(differs)}",
                     f"finish that one, choose another -o, or discard it with --force (or rm -r {self.root})",
                 )
@@ -218,7 +218,7 @@ def _make_root(root: Path) -> None:
         pass
     ours = root.is_dir() and not root.is_symlink() and ((root / "lock").is_file() or not any(root.iterdir()))
     if not ours:
-        raise BundleError(
+        raise UsageError(
             f"{root} exists and is not the work directory of a compile", "remove it, or choose another name with -o"
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktc.errors import KtcError, UsageError
+from ktc.errors import BuildError, KtcError, UsageError
 from ktc.perf import routing
 from ktc.perf.experts import (
     Contestant,
@@ -208,7 +208,7 @@ def ktc_contestants(
                 )
             )
         except ValueError as error:
-            raise KtcError(f"{name}: {error}") from error
+            raise BuildError(f"{name}: {error}") from error
     return out
 
 

@@ -19,7 +19,7 @@ from ktc.bundle.goldens import read_expert, read_moe_goldens
 from ktc.bundle.reader import open_bundle
 from ktc.bundle.reference import stored_values, weight_scales
 from ktc.compile import compile_checkpoint
-from ktc.errors import BuildError, BundleError, CheckpointError, DiskError, KtcError, RecipeError
+from ktc.errors import BuildError, BundleError, CheckpointError, DiskError, KtcError, RecipeError, UsageError
 from tests.bundle.conftest import tree
 from tests.tiny import twin_of
 
@@ -241,7 +241,7 @@ def test_c9_a_finished_bundle_is_replaced_only_on_request_and_at_once(
     # failure C9: what is at the output is either the old bundle, whole, or the new one.
     out = Path(shutil.copytree(compiled("deepseek_v3"), tmp_path / "x.ktc"))
     before = tree(out)
-    with pytest.raises(BundleError, match=r"x\.ktc already exists") as error:
+    with pytest.raises(UsageError, match=r"x\.ktc already exists") as error:
         compile_checkpoint(tiny_checkpoint("deepseek_v3"), "int8", out, variants=())
     assert "--force" in (error.value.hint or "")
     assert tree(out) == before and [p.name for p in tmp_path.iterdir()] == ["x.ktc"]
@@ -260,7 +260,7 @@ def test_what_is_no_bundle_is_never_replaced(tiny_checkpoint, tmp_path: Path, ki
         (out / "thesis.tex").write_text("data")
     else:
         out.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(BundleError, match="exists and is not a bundle"):
+    with pytest.raises(UsageError, match="exists and is not a bundle"):
         compile_checkpoint(tiny_checkpoint("deepseek_v3"), "int4", out, variants=(), force=True)
     assert [p.name for p in tmp_path.iterdir()] == ["precious"]
 
@@ -270,7 +270,7 @@ def test_a_manifest_of_something_else_makes_no_bundle(tiny_checkpoint, tmp_path:
     out = tmp_path / "extension"
     out.mkdir()
     (out / "manifest.json").write_text('{"manifest_version": 3}')
-    with pytest.raises(BundleError, match="exists and is not a bundle"):
+    with pytest.raises(UsageError, match="exists and is not a bundle"):
         compile_checkpoint(tiny_checkpoint("deepseek_v3"), "int4", out, variants=(), force=True)
     assert [p.name for p in out.iterdir()] == ["manifest.json"]
 
@@ -278,7 +278,7 @@ def test_a_manifest_of_something_else_makes_no_bundle(tiny_checkpoint, tmp_path:
 def test_no_output_inside_a_bundle_or_below_a_file(compiled, tiny_checkpoint, tmp_path: Path) -> None:
     out = Path(shutil.copytree(compiled("deepseek_v3"), tmp_path / "x.ktc"))
     before = tree(out)
-    with pytest.raises(BundleError, match=r"would lie inside the bundle .*x\.ktc"):
+    with pytest.raises(UsageError, match=r"would lie inside the bundle .*x\.ktc"):
         compile_checkpoint(tiny_checkpoint("deepseek_v3"), "int4", out / "deep" / "y.ktc", variants=())
     assert tree(out) == before
     (tmp_path / "file").write_text("data")
@@ -358,7 +358,7 @@ def test_another_recipe_does_not_continue_the_work_of_this_one(tiny_checkpoint, 
         patch.setattr(passes, "finish_bundle", stop)
         with pytest.raises(KtcError, match="stopped"):
             compile_checkpoint(tiny_checkpoint("deepseek_v3"), "int4", tmp_path / "x.ktc", variants=())
-    with pytest.raises(BundleError, match="unfinished compile with another plan and recipe"):
+    with pytest.raises(UsageError, match="unfinished compile with another plan and recipe"):
         compile_checkpoint(tiny_checkpoint("deepseek_v3"), "int8", tmp_path / "x.ktc", variants=())
     said: list[str] = []
     made = compile_checkpoint(

@@ -11,7 +11,7 @@ import pytest
 from ktc.bundle import open_bundle
 from ktc.bundle.repack import repack
 from ktc.bundle.verify import verify
-from ktc.errors import BundleError
+from ktc.errors import BundleError, UsageError
 from tests.bundle.conftest import tree
 
 SHAPE = {"moe_intermediate_size": 192, "hidden_size": 96}
@@ -79,7 +79,7 @@ def test_s4_an_impossible_node_count_is_refused(compiled, tmp_path: Path) -> Non
 def test_an_existing_output_is_kept(compiled, tmp_path: Path) -> None:
     bundle = open_bundle(compiled("deepseek_v3", **SHAPE))
     out = Path(shutil.copytree(bundle.path, tmp_path / "x.ktc"))
-    with pytest.raises(BundleError, match="already exists"):
+    with pytest.raises(UsageError, match="already exists"):
         repack(bundle, 2, out, variants=())
     assert tree(out) == tree(bundle.path)
     repack(bundle, 2, out, variants=(), force=True)

@@ -29,7 +29,7 @@ def test_default_name_and_what_is_said(tiny_checkpoint, tmp_path: Path, monkeypa
     assert err == ""
     assert open_bundle(tmp_path / name).plan.recipe == "int8"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["my model", name]
-    assert ktc("compile", "my model", "-r", "int8", "--no-kernels") == 6
+    assert ktc("compile", "my model", "-r", "int8", "--no-kernels") == 2
     assert f"{name} already exists\n  hint: --force" in capsys.readouterr().err
 
 

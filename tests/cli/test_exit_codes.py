@@ -63,6 +63,8 @@ def text(tmp_path: Path) -> Path:
         (("run", "BUNDLE", "-p", "x", "--graph", "off", "--context", 8), "--context needs the graph"),
         (("run", "BUNDLE", "-p", "x", "--trust-kernel", "abc"), "not a sha256"),
         (("run", "BUNDLE", "-p", "x", "--device", "cuda:0"), "not emulate:PROFILE"),
+        (("inspect", "BUNDLE", "--trust-kernel", "abc"), "not a sha256"),
+        (("repack", "BUNDLE", "-n", 1, "-o", "BUNDLE"), "already exists"),
         (("bench", "BUNDLE", "-p", 0, "-n", 0), "nothing to measure"),
         (("bench", "BUNDLE", "-p", 1000), "do not fit the model's context"),
         (("eval", "BUNDLE", "--text", "no-such-file"), "cannot read the text"),

@@ -87,7 +87,7 @@ def test_neither_torch_nor_transformers_is_imported(with_kernels: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_repack_command(compiled, tmp_path: Path, capsys: Capture) -> None:
+def test_repack_command(compiled, tmp_path: Path, monkeypatch, capsys: Capture) -> None:
     source = compiled("deepseek_v3", moe_intermediate_size=192, hidden_size=96)
     assert ktc("repack", source, "--nodes", 3, "-o", tmp_path / "3.ktc") == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -97,4 +97,8 @@ def test_repack_command(compiled, tmp_path: Path, capsys: Capture) -> None:
     assert ktc("repack", source, "--nodes", 4, "-o", tmp_path / "4.ktc") == 6
     assert "1 to 3 nodes work" in capsys.readouterr().err
     assert ktc("repack", source, "-o", tmp_path / "4.ktc") == 2
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["3.ktc"]
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert ktc("repack", source, "--nodes", 3, "-o", "my 3.ktc") == 0
+    assert capsys.readouterr().out.splitlines() == ["my 3.ktc: 3 nodes", "next: ktc verify 'my 3.ktc'"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["3.ktc", "my 3.ktc"]

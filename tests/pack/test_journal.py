@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ktc.errors import BundleError, DiskError
+from ktc.errors import DiskError, KtcError, UsageError
 from ktc.pack.journal import Journal, partial_dir
 from ktc.pack.writer import write_atomic
 
@@ -68,7 +68,7 @@ def test_other_inputs_are_refused_by_name_and_discarded_on_request(tmp_path: Pat
     out, said = tmp_path / "m.ktc", []
     start(out, "a")
     other = {**KEY, "recipe": "another"}
-    with pytest.raises(BundleError, match="unfinished compile with another recipe") as error:
+    with pytest.raises(UsageError, match="unfinished compile with another recipe") as error:
         Journal(out, other)
     assert "--force" in (error.value.hint or "")
     with Journal(out, KEY) as journal:
@@ -81,7 +81,7 @@ def test_other_inputs_are_refused_by_name_and_discarded_on_request(tmp_path: Pat
 def test_a_second_compile_of_the_same_output_is_refused(tmp_path: Path) -> None:
     with (
         Journal(tmp_path / "m.ktc", KEY),
-        pytest.raises(BundleError, match="another process"),
+        pytest.raises(KtcError, match="another process"),
         Journal(tmp_path / "m.ktc", KEY),
     ):
         pass
@@ -116,7 +116,7 @@ def test_what_is_no_work_directory_is_left_alone(tmp_path: Path, kind: str) -> N
     else:
         (tmp_path / "mine").rename(partial_dir(out))
     before = sorted(p.name for p in tmp_path.rglob("*"))
-    with pytest.raises(BundleError, match="is not the work directory of a compile"):
+    with pytest.raises(UsageError, match="is not the work directory of a compile"):
         Journal(out, KEY, restart=True)
     assert sorted(p.name for p in tmp_path.rglob("*")) == before
 
@@ -160,7 +160,7 @@ def test_folders_where_files_belong_are_said(tmp_path: Path, name: str) -> None:
     start(out, "a")
     (partial_dir(out) / name).unlink()
     (partial_dir(out) / name).mkdir()
-    with pytest.raises((BundleError, DiskError), match=r"m\.ktc\.partial"):
+    with pytest.raises((UsageError, DiskError), match=r"m\.ktc\.partial"):
         Journal(out, KEY)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktc.perf import breakdown, kernel_bench, report
+from ktc.perf import breakdown, figures, kernel_bench, report
 from ktc.perf.shapes import SHAPES, arithmetic_kind
 
 # format -> tokens -> the multiple of its floor that a call may take (v2lite)
@@ -81,11 +81,11 @@ def main() -> int:
     return 0 if all(v.ok for v in verdicts) else 1
 
 
-def rows_of(run: kernel_bench.Report, fmt: str) -> Iterator[kernel_bench.Row]:
+def rows_of(run: figures.Report, fmt: str) -> Iterator[figures.Row]:
     return (row for row in run.rows if row.name == f"ktc {fmt}")
 
 
-def floors(run: kernel_bench.Report, int4: str) -> Iterator[Verdict]:
+def floors(run: figures.Report, int4: str) -> Iterator[Verdict]:
     for base, limits in X_FLOOR.items():
         for row in rows_of(run, int4 if base == "int4" else base):
             if row.tokens not in limits:
@@ -95,7 +95,7 @@ def floors(run: kernel_bench.Report, int4: str) -> Iterator[Verdict]:
             yield Verdict(what, f"<= {limit:.2f}", f"{row.x_floor:.2f}", row.x_floor <= limit)
 
 
-def peak(run: kernel_bench.Report) -> Iterator[Verdict]:
+def peak(run: figures.Report) -> Iterator[Verdict]:
     for row in run.rows:
         limits = run.limits[row.shape]
         share = row.tops * 1e12 / limits.rate(arithmetic_kind("int8", limits))
@@ -107,7 +107,7 @@ def peak(run: kernel_bench.Report) -> Iterator[Verdict]:
         )
 
 
-def against_torch(run: kernel_bench.Report, int4: str) -> Iterator[Verdict]:
+def against_torch(run: figures.Report, int4: str) -> Iterator[Verdict]:
     for (base, tokens), target in VS_GROUPED_MM.items():
         for row in rows_of(run, int4 if base == "int4" else base):
             if row.shape == "v2lite" and row.tokens == tokens and row.vs_torch is not None:
@@ -135,7 +135,7 @@ def hybrid(choice: breakdown.Breakdown) -> Iterator[Verdict]:
         )
 
 
-def quality(run: kernel_bench.Report, int4: str) -> Iterator[Verdict]:
+def quality(run: figures.Report, int4: str) -> Iterator[Verdict]:
     for row in rows_of(run, int4):
         if row.tokens == 1 and row.error is not None:
             ok = row.error <= MAX_ERROR and row.bits <= MAX_BITS

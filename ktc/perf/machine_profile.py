@@ -21,6 +21,7 @@ from ktc.errors import DiskError, KtcError, UsageError
 from ktc.perf import kernel_bench
 from ktc.perf.crossover import SHAPE
 from ktc.perf.experts import Contestant
+from ktc.perf.figures import Report
 from ktc.perf.limits import DRAM_HUGE, Limits, Sampler
 from ktc.perf.shapes import SCHEMES, MoeShape
 from ktc.simulate.hardware import peak_unit
@@ -202,7 +203,7 @@ def _time_kernels(
     if not formats:
         raise UsageError("no format to measure", f"at least one of {', '.join(SCHEMES)}")
     dense = random_experts(shape, distinct=1)
-    made = kernel_bench.ktc_contestants(options, shape, dense, get_pool([cpus]), kernel_bench.Report(), say)
+    made = kernel_bench.ktc_contestants(options, shape, dense, get_pool([cpus]), Report(), say)
     timings = {t: each for t, each, _ in kernel_bench.measure_shape(options, shape, dense, made, sampler, say)}
     out = []
     for name, contestant, one, many in zip(formats, made, timings[1], timings[MANY_TOKENS], strict=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ktc.drawing import new_figure, write_figure
 
 if TYPE_CHECKING:
-    from ktc.perf.kernel_bench import Report
+    from ktc.perf.figures import Report
 
 
 def plot(report: Report, path: Path) -> None:

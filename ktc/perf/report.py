@@ -12,7 +12,7 @@ from ktc.perf.limits import Limits
 
 if TYPE_CHECKING:
     from ktc.perf.breakdown import Breakdown
-    from ktc.perf.kernel_bench import Report
+    from ktc.perf.figures import Report
 
 FORMS = ("md", "csv", "json")
 

@@ -25,6 +25,7 @@ from ktc.perf.experts import (
     relative_error,
     specs_for_shape,
 )
+from ktc.perf.figures import Report, Row
 from ktc.perf.routing import draw, even_rows
 from ktc.perf.shapes import SCHEMES, parse_shape
 
@@ -33,12 +34,12 @@ QUICK = {"seconds": 0.0, "min_rounds": 1, "working_set": 1, "probe_bytes": 2 << 
 
 
 @pytest.fixture(scope="module")
-def measured() -> kernel_bench.Report:
+def measured() -> Report:
     options = kernel_bench.Options([SHAPE], [1, 9], peers=("grouped_mm", "int4pack", "int8pack"), threads=1, **QUICK)
     return kernel_bench.run(options)
 
 
-def test_every_contestant_has_a_row_at_every_token_count(measured: kernel_bench.Report) -> None:
+def test_every_contestant_has_a_row_at_every_token_count(measured: Report) -> None:
     names = ["ktc int4", "ktc int8", "ktc bf16", "torch bf16 grouped_mm", "torch int4pack g128", "torch int8pack"]
     assert [(r.tokens, r.name) for r in measured.rows] == [(t, n) for t in (1, 9) for n in names]
     assert measured.skipped == []
@@ -51,7 +52,7 @@ def test_every_contestant_has_a_row_at_every_token_count(measured: kernel_bench.
     assert all(r.vs_torch == 1.0 for r in measured.rows if r.name == "torch bf16 grouped_mm")
 
 
-def test_errors_are_those_of_the_formats(measured: kernel_bench.Report) -> None:
+def test_errors_are_those_of_the_formats(measured: Report) -> None:
     """Both ktc and the peers compute the right thing; the bounds are far from a wrong layout and from noise."""
     errors = {r.name: r.error for r in measured.rows}
     bounds = {
@@ -63,11 +64,11 @@ def test_errors_are_those_of_the_formats(measured: kernel_bench.Report) -> None:
         assert error is not None and 0 < error < bound, (name, error)
 
 
-def test_table_csv_and_json_have_the_schema(measured: kernel_bench.Report) -> None:
+def test_table_csv_and_json_have_the_schema(measured: Report) -> None:
     text = report.render(measured, "md")
     assert "### 4x128x128:2" in text and "limits in this run: dram_huge" in text and "| ktc int4 " in text
     rows = list(csv.DictReader(io.StringIO(report.render(measured, "csv"))))
-    assert len(rows) == 12 and set(rows[0]) == set(kernel_bench.Row.__dataclass_fields__)
+    assert len(rows) == 12 and set(rows[0]) == set(Row.__dataclass_fields__)
     data = json.loads(report.render(measured, "json"))
     assert data["schema"] == "ktc-bench-kernels/1" and len(data["rows"]) == 12
     assert data["limits"]["4x128x128:2"]["rates"]["dram_huge"]["1"]["high"] > 0
@@ -76,7 +77,7 @@ def test_table_csv_and_json_have_the_schema(measured: kernel_bench.Report) -> No
     assert {"cpu", "threads", "variant", "tuning", "load"} <= set(data["about"])
 
 
-def test_a_plot_is_a_png(measured: kernel_bench.Report, tmp_path: Path) -> None:
+def test_a_plot_is_a_png(measured: Report, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from ktc.perf.plot import plot
 

@@ -117,6 +117,20 @@ int64_t gqa_scratch(const GqaShape& s, int threads, int64_t max_rows) {
   return tiles ? std::max(by_rows, prefill_floats(s.prefill, shape, max_rows, threads)) : by_rows;
 }
 
+// What calls by tiles have in common; where keys and values are is for the caller to say.
+template <typename Call>
+static PrefillCall prefill_call(const PrefillShape& shape, const Call& c, float scale) {
+  PrefillCall call{};
+  call.shape = shape;
+  call.rows = c.rows;
+  call.position = c.position;
+  call.scale = scale;
+  call.out = c.out;
+  call.ld_out = shape.heads * shape.group * shape.dv;
+  call.scratch = c.scratch;
+  return call;
+}
+
 // `query(head, pair, row)` makes the query of a pair; it outlives the call.
 template <typename Query>
 static const char* by_tiles(const Tiles& tiles, const Parallel& parallel, PrefillCall& call,
@@ -168,20 +182,13 @@ const char* gqa(const Table& table, const Parallel& parallel, const GqaShape& s,
                c.position, s.window, s.scale, c.sinks, c.out, s.heads * d, c.scratch});
     return "rows";
   }
-  PrefillCall call{};
-  call.shape = {s.kv_heads, group, d, d, 0, 0};
-  call.rows = c.rows;
-  call.position = c.position;
+  PrefillCall call = prefill_call({s.kv_heads, group, d, d, 0, 0}, c, s.scale);
   call.window = s.window;
-  call.scale = s.scale;
   call.sinks = c.sinks;
   call.k = c.k_cache;
   call.v = c.v_cache;
   call.ld_k = call.ld_v = d;
   call.head_k = call.head_v = c.context * d;
-  call.out = c.out;
-  call.ld_out = s.heads * d;
-  call.scratch = c.scratch;
   return by_tiles(*tiles, parallel, call, query);
 }
 
@@ -212,16 +219,9 @@ const char* mla(const Table& table, const Parallel& parallel, const MlaShape& s,
       std::copy_n(x, s.nope, y);
       table.rope(x + s.nope, s.rope_dim, half, c.cos + t * half, c.sin + t * half, s.rope, y + s.nope);
     };
-    PrefillCall call{};
-    call.shape = {s.heads, 1, q_dim, s.v_dim, s.rank, s.nope};
-    call.rows = c.rows;
-    call.position = c.position;
-    call.scale = s.scale;
+    PrefillCall call = prefill_call({s.heads, 1, q_dim, s.v_dim, s.rank, s.nope}, c, s.scale);
     call.kv_b = c.kv_b;
     call.cache = c.cache;
-    call.out = c.out;
-    call.ld_out = s.heads * s.v_dim;
-    call.scratch = c.scratch;
     return by_tiles(*tiles, parallel, call, query);
   }
   const int64_t step = std::max<int64_t>(1, kMlaPairs / s.heads);

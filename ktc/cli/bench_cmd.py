@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import click
 from ktc.cli.cuda_options import attention_option, load_session, refuse_attention
 from ktc.cli.engine_options import engine_options, load_model
 from ktc.cli.graph_options import graph_options, load_native, wants_graph
+from ktc.errors import UsageError
 
 
 class BundleOrKernels(click.Command):
@@ -48,6 +50,11 @@ class BundleOrKernels(click.Command):
 @click.option(
     "-o", "--output", "form", type=click.Choice(["md", "csv", "json"]), default="md", show_default=True, help="Format."
 )
+@click.option(
+    "--roofline",
+    is_flag=True,
+    help="Also read memory between repetitions, and say what decoding is of the tokens/s that it allows (takes a GB).",
+)
 @partial(graph_options, choices=("auto", "on", "off", "both"), more="; both: the two in turns")
 @attention_option
 @engine_options
@@ -57,6 +64,7 @@ def command(
     decode: int,
     repetitions: int,
     form: str,
+    roofline: bool,
     verbose: int,
     graph: str,
     context: int | None,
@@ -83,6 +91,8 @@ def command(
         from ktc.engine.lane import quiet_openmp
 
         quiet_openmp()
+    if roofline and (wants_cuda(bundle) or "on" not in kinds):
+        raise UsageError("--roofline needs the graph on the CPU device", "leave it out")
     models = {kind: _load(bundle, kind, verbose, given, options) for kind in kinds}
 
     from ktc.engine.bench import measure, render
@@ -99,7 +109,20 @@ def command(
     }
     if hasattr(model, "attention"):
         about["attention"] = model.attention
-    click.echo(render(measure(models, prompt, decode, repetitions), about, form))
+    limit = _decode_limit(models["on"], n_skipped, sum(report.threads), about) if roofline else None
+    click.echo(render(measure(models, prompt, decode, repetitions, limit), about, form))
+
+
+def _decode_limit(model: Any, n_skipped: int, threads: int, about: dict[str, Any]) -> Callable[[], float]:
+    """Tokens/s at which memory could deliver a decode step's weights, measured anew at each call."""
+    from ktc.native.traffic import weight_bytes_per_token
+    from ktc.perf.limits import DRAM_HUGE, Sampler, default_cpus
+
+    nbytes = weight_bytes_per_token(model.graph.weights.bundle, model.graph.program, n_skipped)
+    about["MB a token"] = round(nbytes / 1e6, 1)
+    cpus = default_cpus(threads)
+    sampler = Sampler(cpus, [DRAM_HUGE], [len(cpus)])
+    return lambda: sampler.read_rate() / nbytes
 
 
 def _load(bundle: Path, graph: str, verbose: int, given: dict[str, Any], options: dict[str, Any]) -> Any:

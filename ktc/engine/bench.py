@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ class Row:
     """One line of the table. `mean` and `deviation` (sample standard deviation; one repetition has none) are tokens
     per second.
 
-    `graph`: "on" for the decode graph, "off" for the modules in torch.
+    `graph`: "on" for the decode graph, "off" for the modules in torch. `of_limit`: what it is of the tokens/s at which
+    memory could deliver the weights, both measured in turns: the median of the repetitions. None: not measured.
     """
 
     graph: str
@@ -32,6 +33,7 @@ class Row:
     mean: float
     deviation: float | None
     samples: tuple[float, ...]
+    of_limit: float | None = None
 
 
 class _NoText:
@@ -43,13 +45,20 @@ class _NoText:
         return ""
 
 
-def measure(models: Mapping[str, Any], prompt: int, decode: int, repetitions: int) -> list[Row]:
+def measure(
+    models: Mapping[str, Any],
+    prompt: int,
+    decode: int,
+    repetitions: int,
+    limit: Callable[[], float] | None = None,
+) -> list[Row]:
     """Time `prompt` random tokens and `decode` greedy ones, `repetitions` times after one short warm-up.
 
     Several models take turns, every other time in reverse, so that whatever else the machine does hits all of them.
 
     Args:
         models: `Row.graph` -> loaded model.
+        limit: the most tokens/s that memory allows now; asked before and after each decode of the graph.
 
     Raises:
         UsageError: nothing to measure, or more tokens than the context holds.
@@ -66,10 +75,12 @@ def measure(models: Mapping[str, Any], prompt: int, decode: int, repetitions: in
     for _, generator in turns:
         generator.generate(ids[:16], max_tokens=2, ignore_eos=True)
     rates: dict[tuple[str, str], list[float]] = {}
+    shares: list[float] = []
     with Progress("bench", repetitions * len(turns), "repetitions") as progress:
         for repetition in range(repetitions):
             for graph, generator in turns if repetition % 2 == 0 else turns[::-1]:
                 generator.reset()
+                measured = [limit()] if limit and decode and graph == "on" else []
                 # one token more than steps: the first comes from the prompt's logits
                 out = generator.generate(ids, max_tokens=decode + 1 if decode else 0, ignore_eos=True)
                 if out.finish_reason == "interrupted":
@@ -78,9 +89,16 @@ def measure(models: Mapping[str, Any], prompt: int, decode: int, repetitions: in
                     rates.setdefault((f"prompt {prompt}", graph), []).append(out.timings.prompt_rate or 0.0)
                 if decode:
                     rates.setdefault((f"decode {decode}", graph), []).append(out.timings.decode_rate or 0.0)
+                if measured and limit:
+                    measured.append(limit())
+                    shares.append((out.timings.decode_rate or 0.0) / statistics.mean(measured))
                 progress.update()
     tests = dict.fromkeys(test for test, _ in rates)
-    return [_row(graph, test, rates[test, graph]) for test in tests for graph in models]
+    return [
+        _row(graph, test, rates[test, graph], shares if (test, graph) == (f"decode {decode}", "on") else [])
+        for test in tests
+        for graph in models
+    ]
 
 
 def _generator(model: Any) -> TextGenerator:
@@ -92,9 +110,10 @@ def _generator(model: Any) -> TextGenerator:
     return TextGenerator(model, _NoText())
 
 
-def _row(graph: str, test: str, samples: list[float]) -> Row:
+def _row(graph: str, test: str, samples: list[float], shares: list[float]) -> Row:
     deviation = statistics.stdev(samples) if len(samples) > 1 else None
-    return Row(graph, test, int(test.split()[1]), len(samples), statistics.mean(samples), deviation, tuple(samples))
+    mean, of_limit = statistics.mean(samples), statistics.median(shares) if shares else None
+    return Row(graph, test, int(test.split()[1]), len(samples), mean, deviation, tuple(samples), of_limit)
 
 
 def _deviation(value: float | None) -> str:
@@ -110,6 +129,10 @@ def render(rows: list[Row], about: dict[str, Any], form: str) -> str:
         [*map(str, about.values()), r.graph, r.test, f"{r.mean:.2f}", _deviation(r.deviation), str(r.repetitions)]
         for r in rows
     ]
+    if any(r.of_limit is not None for r in rows):
+        header.append("of memory's limit")
+        for line_of_row, r in zip(body, rows, strict=True):
+            line_of_row.append("-" if r.of_limit is None else f"{r.of_limit:.0%}")
     if form == "csv":
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows([header, *body])

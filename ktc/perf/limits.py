@@ -154,6 +154,12 @@ class Sampler:
                         rate = _runtime.measure_compute(kind, cpus, self.seconds)
                     self._samples[kind][count].append(rate)
 
+    def read_rate(self) -> float:
+        """Bytes/s of all threads now: the best of a few samples of `dram_huge`, which are kept too."""
+        taken = self._samples[DRAM_HUGE][len(self.cpus)]
+        taken += [self._probes[DRAM_HUGE].sample(self.cpus) for _ in range(_PER_ROUND)]
+        return max(taken[-_PER_ROUND:])
+
     def limits(self) -> Limits:
         """What the samples so far amount to; takes one if there is none."""
         if not next(iter(self._samples.values()))[self.counts[0]]:

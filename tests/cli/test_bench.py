@@ -98,3 +98,12 @@ def test_m7_what_is_compared_is_the_whole_step(bundle: Path) -> None:
     assert rows["plain", "decode 4"].mean > rows["disturbed", "decode 4"].mean
     plain, disturbed = (kernels_in_use(m) for m in models.values())
     assert plain == disturbed and sum(plain.values()) > 0
+
+
+def test_roofline_says_what_decoding_is_of_memorys_limit(bundle: Path) -> None:
+    out = json.loads(run(bundle, "-p", 4, "-n", 3, "-r", 2, "--roofline", "-o", "json").stdout)
+    prompt, decode = out["results"]
+    assert prompt["of_limit"] is None and decode["of_limit"] > 0 and out["MB a token"] > 0
+    table = run(bundle, "-p", 0, "-n", 3, "-r", 1, "--roofline").stdout.splitlines()
+    assert "of memory's limit" in table[0] and table[2].rstrip(" |").endswith("%")
+    assert "--roofline needs the graph" in str(run(bundle, "-r", 1, "--roofline", "--graph", "off").exception)

@@ -19,7 +19,7 @@ from ktc.bundle import emit, manifest
 from ktc.bundle.finish import Logits, finish_bundle
 from ktc.bundle.goldens import read_expert
 from ktc.bundle.reader import Bundle, TensorRef
-from ktc.errors import BundleError
+from ktc.errors import UsageError
 from ktc.layout import split_intermediate, split_unit
 from ktc.pack import pipeline
 from ktc.pack.experts import METADATA, ExpertPart, plan_parts, write_expert
@@ -36,7 +36,7 @@ def replan(plan: Plan, nodes: int) -> Plan:
     """The same plan split over another number of nodes.
 
     Raises:
-        BundleError: a layer cannot be split so far; names the node counts that work.
+        UsageError: a layer cannot be split so far; names the node counts that work.
     """
     modules = []
     for module in plan.modules:
@@ -44,7 +44,7 @@ def replan(plan: Plan, nodes: int) -> Plan:
             try:
                 splits = split_intermediate(module.moe.intermediate, nodes, split_unit(module.moe.scheme))
             except ValueError as error:
-                raise BundleError(f"{module.name}: {error}", "choose another --nodes") from error
+                raise UsageError(f"{module.name}: {error}", "choose another --nodes") from error
             module = replace(module, moe=replace(module.moe, splits=tuple(splits)))
         modules.append(module)
     return replace(plan, nodes=nodes, modules=tuple(modules))
@@ -66,10 +66,10 @@ def repack(
         variants: kernel variants to build (the shapes per node change, so the kernels do); None = those the
             bundle has, () = none.
     Raises:
-        BundleError: impossible node count, `out` exists; DiskError; BuildError.
+        UsageError: impossible node count, `out` exists; DiskError; BuildError.
     """
     if nodes < 1:
-        raise BundleError(f"{nodes} nodes: at least 1 is needed")
+        raise UsageError(f"{nodes} nodes: at least 1 is needed")
     out = out.parent.resolve() / out.name
     emit.check_output(out, force)
     plan = replan(bundle.plan, nodes)

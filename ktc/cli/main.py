@@ -65,7 +65,7 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
-            near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.5)
+            near = difflib.get_close_matches(name, COMMANDS, n=2, cutoff=0.6)
             tail = f"did you mean {' or '.join(near)}?" if near else f"commands: {', '.join(COMMANDS)}"
             raise click.UsageError(f"no command named '{name}'; {tail}", ctx)
         return super().resolve_command(ctx, args)

@@ -59,7 +59,9 @@ def encode_chat(tokenizer: Any, messages: list[Message]) -> list[int]:
         UsageError: no template. KtcError: the template refused the messages.
     """
     if not has_chat_template(tokenizer):
-        raise UsageError("this tokenizer has no chat template", "give a prompt with -p to complete text instead")
+        raise UsageError(
+            "this tokenizer has no chat template", "leave out --chat and --system: the text is then completed"
+        )
     try:
         ids = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False, sanitize_control_tokens=True

@@ -11,7 +11,7 @@ import pytest
 from ktc.bundle import open_bundle
 from ktc.bundle.repack import repack
 from ktc.bundle.verify import verify
-from ktc.errors import BundleError, UsageError
+from ktc.errors import UsageError
 from tests.bundle.conftest import tree
 
 SHAPE = {"moe_intermediate_size": 192, "hidden_size": 96}
@@ -69,9 +69,9 @@ def test_c10_an_interrupted_repack_continues(compiled, tmp_path: Path, monkeypat
 def test_s4_an_impossible_node_count_is_refused(compiled, tmp_path: Path) -> None:
     # failure S4: too many nodes for the intermediate size crashed at load.
     bundle = open_bundle(compiled("deepseek_v3", **SHAPE))
-    with pytest.raises(BundleError, match="cannot be split over 4 nodes; 1 to 3 nodes work"):
+    with pytest.raises(UsageError, match="cannot be split over 4 nodes; 1 to 3 nodes work"):
         repack(bundle, 4, tmp_path / "x.ktc", variants=())
-    with pytest.raises(BundleError, match="0 nodes"):
+    with pytest.raises(UsageError, match="0 nodes"):
         repack(bundle, 0, tmp_path / "x.ktc", variants=())
     assert list(tmp_path.iterdir()) == []
 

@@ -102,8 +102,9 @@ def test_unknown_command_suggests(typed: str, meant: str, capsys: pytest.Capture
 
 
 def test_unknown_command_unlike_any_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("xyzzy") == 2
-    assert "commands: compile, plan, run," in capsys.readouterr().err
+    for name in ("xyzzy", "help"):
+        assert run(name) == 2
+        assert "commands: compile, plan, run," in capsys.readouterr().err
 
 
 def test_unknown_option_points_at_the_commands_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -250,6 +250,10 @@ def graph_scratch(op: str, params: Mapping[str, float], threads: int, rows: int)
 def cuda_send_layout(hidden: int, top_k: int, rows: int) -> tuple[int, int, int]:
     """Where weights and ids start in a send buffer (x f32 at 0, weights f32, ids i64), and its bytes."""
 
+def view_memory(address: int, shape: Sequence[int], type: str, device: int) -> object:
+    """Contiguous memory as a capsule for `torch.from_dlpack`, on CUDA device N or, with -1, on the CPU. `type`: bf16,
+    fp16 or fp32. Whoever calls keeps the memory. ValueError: no such type, or no address."""
+
 class CudaLane:
     """The MoE layers of a model beside a CUDA stream. Works with what libcudart the process has; links none."""
 

@@ -48,11 +48,14 @@ def load_session(
     """A `CudaSession`: the decode step captured as one CUDA graph, or (graph "off") enqueued operation by operation."""
     model = load_model(bundle, verbose, **options)
     from ktc.cuda.session import CudaSession
-    from ktc.progress import verbosity
+    from ktc.progress import format_bytes, verbosity
 
     session = CudaSession(
         model, context=context, graph=graph != "off", n_deferred=n_deferred, n_skipped=n_skipped, attention=attention
     )
     if verbosity():
         print(f"  attention of decode steps: {session.attention}", file=sys.stderr)
+        if session.cache.host:
+            sizes = f"{format_bytes(session.cache.host_nbytes)} in host memory, {format_bytes(session.cache.nbytes)}"
+            print(f"  KV cache: {sizes} on the device", file=sys.stderr)
     return session

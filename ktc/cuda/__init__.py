@@ -11,6 +11,7 @@
 | paged.py | attention of decode steps by FlashInfer, where it can be used |
 | build.py | plan + weights -> a Hugging Face model on its devices |
 | cache.py | static key/value cache and masks, with the position as data |
+| host_cache.py | caches of some layers in pinned host memory |
 | graphs.py | the decode step as one captured graph per stage |
 | session.py | prefill, decode, capture and replay |
 

@@ -7,12 +7,14 @@ may be seen is the mask's business, windows included. The step's shape never cha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
+
+from ktc.cuda.host_cache import HostCaches
 
 
 class StaticCache(Cache):  # type: ignore[misc]
@@ -20,16 +22,18 @@ class StaticCache(Cache):  # type: ignore[misc]
 
     Args:
         context: positions that every layer has.
+        host: layer -> the `HostCaches` of its device, for layers whose cache is in host memory.
 
     Attributes:
         positions: i64 [T], where the rows of the next step go.
         here: their copy on the device of the layer that runs.
+        in_place: whether the next step's attention reads caches in host memory where they lie (FlashInfer).
         seen: how many positions the next step may look at; None = all of them (masked), as a captured step must.
     """
 
-    def __init__(self, context: int) -> None:
+    def __init__(self, context: int, host: Mapping[int, HostCaches] | None = None) -> None:
         super().__init__(layers=[])
-        self.context = context
+        self.context, self.host, self.in_place = context, host or {}, False
         self.positions: Tensor | None = None
         self.seen: int | None = None
         self.here: Callable[[Tensor], Tensor] = lambda tensor: tensor
@@ -37,7 +41,13 @@ class StaticCache(Cache):  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for pair in self._buffers.values() for t in pair)
+        """On devices, working copies included."""
+        own = sum(t.nbytes for layer, pair in self._buffers.items() if layer not in self.host for t in pair)
+        return own + sum(caches.device_nbytes for caches in set(self.host.values()))
+
+    @property
+    def host_nbytes(self) -> int:
+        return sum(t.nbytes for layer, pair in self._buffers.items() if layer in self.host for t in pair)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -47,16 +57,21 @@ class StaticCache(Cache):  # type: ignore[misc]
         assert self.positions is not None
         found = self._buffers.get(layer_idx)
         if found is None:  # before capture: a warm-up step goes through every layer
-            found = self._buffers[layer_idx] = (self._room(key_states), self._room(value_states))
+            found = self._buffers[layer_idx] = (self._room(layer_idx, key_states), self._room(layer_idx, value_states))
         keys, values = found
         positions = self.here(self.positions)
         keys.index_copy_(2, positions, key_states)
         values.index_copy_(2, positions, value_states)
+        if layer_idx in self.host and not self.in_place:
+            keys, values = self.host[layer_idx].working_copies(keys, values)
         return (keys, values) if self.seen is None else (keys[:, :, : self.seen], values[:, :, : self.seen])
 
-    def _room(self, states: Tensor) -> Tensor:
+    def _room(self, layer: int, states: Tensor) -> Tensor:
         batch, heads, _, width = states.shape
-        return torch.zeros(batch, heads, self.context, width, dtype=states.dtype, device=states.device)
+        shape = torch.Size((batch, heads, self.context, width))
+        if layer in self.host:
+            return self.host[layer].room(shape, states.dtype)
+        return torch.zeros(shape, dtype=states.dtype, device=states.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Hugging Face asks when it makes positions or masks itself; both are always given here."""

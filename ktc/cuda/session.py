@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 from ktc.cuda.cache import StaticCache, masks_for, windows_of
 from ktc.cuda.experts import ExpertLane
 from ktc.cuda.graphs import StepGraphs, can_capture
+from ktc.cuda.host_cache import HostCaches
 from ktc.cuda.paged import PAGE, make_attention
 from ktc.cuda.pipeline import Pipeline
 from ktc.engine.generate import check_tokens
 from ktc.errors import KtcError
+from ktc.plan.caches import host_layers
 
 DEFAULT_CONTEXT = 8192
 PREFILL_CHUNK = 512
@@ -73,7 +75,7 @@ class CudaSession:
         self.vocab, self.chunk = int(self.config.vocab_size), chunk
         self.position = 0
         room = -(-self.context // PAGE) * PAGE
-        self.cache = StaticCache(room)
+        self.cache = StaticCache(room, self._host_caches())
         self.cache.here = self.pipeline.here
         self.masks = masks_for(self.config, room, self.device, self.dtype)
         with self._first.current():
@@ -87,6 +89,17 @@ class CudaSession:
         if graph and can_capture(self.device):
             self._capture()
         self.n_deferred = self._choose(n_deferred, n_skipped)
+
+    def _host_caches(self) -> dict[int, HostCaches]:
+        """Of the layers that a rule gives one, by device."""
+        wanted, sides = host_layers(self.ktc_plan), self.lane.sides
+        of_device = {stage.device: HostCaches(sides[stage.device]) for stage in self.pipeline.stages}
+        return {
+            layer: of_device[stage.device]
+            for stage in self.pipeline.stages
+            for layer in stage.layers
+            if layer in wanted
+        }
 
     def native_operators(self) -> list[Any]:
         """To report which kernels ran."""
@@ -180,9 +193,10 @@ class CudaSession:
         self.lane.decode = True
         try:
             with self._paged.step() if self._paged is not None else nullcontext():
+                self.cache.in_place = self._paged is not None
                 logits = self._forward(self._taken[:1], self._taken[1:], None, 1)[0].float().contiguous()
         finally:
-            self.lane.decode = False
+            self.lane.decode = self.cache.in_place = False
         self._last.copy(self._logits, logits)
         return logits
 

@@ -14,6 +14,7 @@ from ktc.errors import KtcError, RecipeError, UnsupportedModelError, UsageError
 from ktc.layout import split_intermediate, split_unit
 from ktc.models.family import ExpertShape, Family
 from ktc.models.roles import role_of
+from ktc.plan.caches import in_host_memory
 from ktc.plan.deferral import MIN_IMMEDIATE_EXPERTS
 from ktc.plan.expert_use import ModelShape
 from ktc.plan.hot import choose_hot
@@ -140,6 +141,8 @@ class _Builder:
             planned, skipped = self._moe(own, module, rule)
         else:
             planned = self._keep(replace(own, operator=rule.operator), module)
+        if rule is not None and kept_by is None and rule.kv_cache:
+            planned = in_host_memory(planned)
         if planned.params or planned.operator != "hf" or planned.note:
             self.modules.append(planned)
         for child_name, child in module.named_children():
@@ -175,6 +178,11 @@ class _Builder:
             raise RecipeError(
                 f"{where}: callback: true also matches {name or 'the model'} ({short}, role {role})",
                 f"the decode graph can call modules of role {', '.join(CALLBACK_ROLES)}: add the role to match",
+            )
+        if rule.kv_cache and role not in ("attention", "mla"):
+            raise RecipeError(
+                f"{where}: kv_cache: {rule.kv_cache} also matches {name or 'the model'} ({short}, role {role})",
+                "only attention has a KV cache: add role: attention, or role: mla, to match",
             )
         wanted = _WANTED_ROLE.get(rule.operator)
         if wanted is not None and role != wanted:

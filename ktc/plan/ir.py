@@ -109,6 +109,7 @@ class ModulePlan:
         params: own parameters kept as they are: name relative to the module -> (shape, dtype name).
         nbytes: bytes of this module's own weights on `device` (not its children's, not the experts').
         callback: stays Hugging Face's code in the decode graph too.
+        kv_cache: of an attention module: "host" = pinned host memory, "" = where the module is.
         note: why something unexpected holds (protected, group fallback, padded, tied); shown by `ktc plan`.
     """
 
@@ -123,6 +124,7 @@ class ModulePlan:
     moe: MoePlan | None = None
     linear: LinearPlan | None = None
     callback: bool = False
+    kv_cache: Literal["", "host"] = ""
     note: str = ""
 
 
@@ -184,6 +186,8 @@ class Plan:
         for module in data["modules"]:
             if not module["callback"]:  # as written before there were any
                 del module["callback"]
+            if not module["kv_cache"]:
+                del module["kv_cache"]
             if module["moe"] is not None and not module["moe"]["hot"]:  # as written before there were any
                 del module["moe"]["hot"], module["moe"]["hot_share"]
         return data

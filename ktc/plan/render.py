@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from ktc.plan.caches import SHOWN_POSITIONS, cache_bytes
 from ktc.plan.ir import ModulePlan, MoePlan, Plan
 from ktc.plan.names import group_name, pattern
 from ktc.plan.stages import Placement, place
@@ -103,6 +104,8 @@ def _totals(plan: Plan) -> Iterable[tuple[str, str, str]]:
         if placed is not None and device in placed.devices:
             text += f": {_units(placed, device)}"
         yield f"device {device}", format_bytes(nbytes), text
+    if plan.uses_cuda():
+        yield from _caches(plan)
     total = sum(map(_expert_bytes, blocks)) + sum(plan.device_bytes().values())
     yield "total", format_bytes(total), _expert_summary(blocks)
 
@@ -114,6 +117,18 @@ def _units(placed: Placement, device: str) -> str:
     others = [unit for stage in stages for unit in stage.others]
     spans = f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}" if layers else ""
     return ", ".join(filter(None, (spans, *others)))
+
+
+def _caches(plan: Plan) -> Iterable[tuple[str, str, str]]:
+    """Of devices; they are not part of the total."""
+    for device, caches in cache_bytes(plan).items():
+        text = f"{SHOWN_POSITIONS} positions of {caches.layers} layers in 16 bits, not in the total"
+        if caches.host:
+            text += f"; {format_bytes(caches.plain)} without kv_cache: host"
+        yield f"KV cache, {device}", format_bytes(caches.device), text
+        if caches.host:
+            count = f"{caches.host_layers} of the layers of {device}; a token reads up to as much over PCIe"
+            yield "KV cache, host", format_bytes(caches.host), count
 
 
 def _expert_summary(blocks: Sequence[MoePlan]) -> str:

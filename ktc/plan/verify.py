@@ -62,6 +62,8 @@ def _module(plan: Plan, m: ModulePlan) -> Iterator[str]:
         yield f"device {m.device}"
     if m.rule is not None and not 0 <= m.rule < len(plan.rules):
         yield f"rule {m.rule} does not exist"
+    if m.kv_cache not in ("", "host") or (m.kv_cache and m.role not in ("attention", "mla")):
+        yield f"kv_cache {m.kv_cache} on a module of role {m.role}"
     if m.nbytes < 0:
         yield f"{m.nbytes} bytes"
     if m.linear is not None:

@@ -90,6 +90,7 @@ class Rule:
         hot_experts: how many of the most used experts of each layer the block's device takes, by the counts in
             `hot_profile` (as written; relative to the recipe's folder). 0 and "": none.
         callback: for default: Hugging Face's code runs in the decode graph too.
+        kv_cache: of an attention module: "host" for host memory, "" where the module is.
     """
 
     index: int
@@ -106,6 +107,7 @@ class Rule:
     hot_experts: int = 0
     hot_profile: str = ""
     callback: bool = False
+    kv_cache: Literal["", "host"] = ""
 
 
 @dataclass(frozen=True)

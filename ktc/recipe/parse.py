@@ -95,7 +95,7 @@ def _normalised(value: Any) -> Any:
             kwargs = replace["kwargs"] = {}  # `kwargs:` with nothing after it
         if not isinstance(kwargs, dict):
             continue
-        for key in ("data_type", "scale", "group", "group_fallback", "n_deferred_experts"):
+        for key in ("data_type", "scale", "group", "group_fallback", "n_deferred_experts", "kv_cache"):
             if isinstance(kwargs.get(key), str):
                 kwargs[key] = kwargs[key].lower()
         if isinstance(kwargs.get("data_type"), str):
@@ -128,6 +128,7 @@ def _rule(document: Document, rule: dict[str, Any], path: Path, index: int) -> R
         hot_experts=int(kwargs.get("hot_experts", 0)),
         hot_profile=_hot_profile(document, kwargs, kwargs_path),
         callback=kwargs.get("callback", False),
+        kv_cache="host" if kwargs.get("kv_cache") == "host" else "",
     )
 
 

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from ktc.errors import RecipeError, UsageError
+from ktc.plan.caches import cache_width
 from ktc.plan.hot import ALL_UP_TO
 from ktc.plan.ir import ModulePlan, MoePlan, Plan
 from ktc.simulate.hardware import Hardware, Kernels, Numa
@@ -161,6 +162,7 @@ class _DeviceCosts:
 
     def __init__(self, plan: Plan, hardware: Hardware, cpu: _CpuCosts, tokens: int, context: float) -> None:
         self.device, self.cpu, self.tokens, self.context = hardware.device, cpu, tokens, context
+        self.link = hardware.link
         self.plan = plan
         self.by_layer: dict[int | None, list[ModulePlan]] = {}
         for module in plan.modules:
@@ -217,17 +219,16 @@ class _DeviceCosts:
         return self.device.kernels.get(kind, 0) * count * self.device.kernel_time
 
     def _attention(self, modules: list[ModulePlan]) -> float:
-        """The core of attention: the cache is read once, every new token meets `context` cached ones."""
+        """The core of attention: the cache is read once, every new token meets `context` cached ones. From host memory
+        it comes over the link."""
         width = {m.name.rpartition(".")[2]: _shape(m) for m in modules if len(_shape(m)) == 2}
-        if "kv_a_proj_with_mqa" in width:
-            cached = width["kv_a_proj_with_mqa"][0]  # latent and rotary key, for all heads
-        else:
-            cached = sum(width[name][0] for name in ("k_proj", "v_proj") if name in width)
         query = next((width[name][0] for name in ("q_b_proj", "q_proj") if name in width), 0)
         value = width["o_proj"][1] if "o_proj" in width else 0
-        nbytes = cached * _BF16_BYTES * max(self.context, self.tokens)
+        nbytes = cache_width(modules) * _BF16_BYTES * max(self.context, self.tokens)
         flops = 2 * self.tokens * self.context * (query + value)
-        return self._roofline(nbytes, flops) + self._kernels("attention", 1)
+        away = self.device.kind == "cuda" and any(m.kv_cache == "host" for m in modules)
+        link = nbytes / self.link.rate if away else 0.0
+        return max(link, self._roofline(nbytes, flops)) + self._kernels("attention", 1)
 
 
 def _shape(module: ModulePlan) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 // The callback protocol of the CUDA lane with a plain thread as the stream, under sanitizers.
 //
 // Built and run by `make asan` and `make tsan`. Several models of two to four MoE layers replay steps on
-// streams of their own over one pool; their split into immediate, deferred and dropped experts changes
+// streams of their own over one pool (some on two, the second taking over where the first stops, as layers on
+// two devices do); their split into immediate, deferred and dropped experts changes
 // between steps, some steps fail. Every step's result is compared with the same sum computed directly.
 #include <cstdio>
 #include <cstdlib>
@@ -158,6 +159,30 @@ bool close(const std::vector<float>& a, const std::vector<float>& b) {
   return true;
 }
 
+// As a CUDA event: what a stream does after `block` happens after what another did before `record`.
+class Event {
+ public:
+  void record(ThreadStream& stream) {
+    ++recorded_;
+    stream.push([this] {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      ++passed_;
+      changed_.notify_all();
+    });
+  }
+  void block(ThreadStream& stream) {
+    stream.push([this, until = recorded_] {
+      std::unique_lock<std::mutex> lock(mutex_);
+      changed_.wait(lock, [&] { return passed_ >= until; });
+    });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int recorded_ = 0, passed_ = 0;
+};
+
 void replay(const std::shared_ptr<ktc::KernelLib>& lib, const std::shared_ptr<ktc::Pool>& pool, uint32_t seed,
             bool help, int steps) {
   const int layers = 2 + static_cast<int>(seed % 3);
@@ -165,7 +190,9 @@ void replay(const std::shared_ptr<ktc::KernelLib>& lib, const std::shared_ptr<kt
   const bool partial = seed == 2;  // of one row
   Model m(lib, pool, layers, rows, 0.0f, help, partial);
   std::mt19937 random(seed);
-  ThreadStream stream;
+  Event crossing;
+  ThreadStream first, second;
+  const int stage = seed == 1 ? layers : layers / 2;  // the layers from here on are on the second stream
   for (int step = 0; step < steps; ++step) {
     const int64_t later = random() % 3, dropped = later == 0 ? random() % 3 : 0;
     std::vector<int64_t> deferred(layers, later);
@@ -173,10 +200,16 @@ void replay(const std::shared_ptr<ktc::KernelLib>& lib, const std::shared_ptr<kt
     m.lane->exchange().split(deferred, std::vector<int64_t>(layers, dropped));
     for (int l = 0; l < layers; ++l) {
       fill(m.device_send[l], rows, random, partial);
+      ThreadStream& stream = l < stage ? first : second;
+      if (l == stage) {
+        crossing.record(first);
+        crossing.block(second);
+      }
       m.lane->submit(&stream, m.calls[l], m.device_send[l].data());
       m.lane->collect(&stream, m.calls[l], m.device_out[l].data());
     }
-    m.lane->synchronize(&stream);
+    m.lane->synchronize(&first);
+    m.lane->synchronize(&second);
     m.lane->exchange().check();
     for (int l = 0; l < layers; ++l) {
       const bool last = l + 1 == layers;

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 RECIPE = """version: 1
 name: test-{experts}-{linears}
 rules:
-{stages}  - match: {{name: "^$"}}
+{stages}{caches}  - match: {{name: "^$"}}
     replace: {{class: default, device: {device}}}
   - match: {{role: moe}}
     replace:
@@ -34,6 +34,13 @@ LINEAR = """  - match: {{role: linear}}
     replace:
       class: ktc.Linear
       kwargs: {{data_type: {linears}{scheme}}}
+"""
+HOST_CACHES = r"""  - match: {{role: mla, name: '\.({layers})\.'}}
+    replace: {{class: ktc.MLAAttention, kwargs: {{kv_cache: host}}}}
+    optional: true
+  - match: {{role: attention, name: '\.({layers})\.'}}
+    replace: {{class: default, kwargs: {{kv_cache: host}}}}
+    optional: true
 """
 SCHEME = {"int4": ", group: 32, scale: integer, group_fallback: pad", "int8": ", group: channel"}
 
@@ -170,22 +177,23 @@ def use_of(model: Path, seed: int = 0) -> Any:
 def lane_bundle(folder: Path, checkpoint: Callable[[str], Path]) -> Callable[..., Path]:  # noqa: F811
     """(model, experts, linears or "", device="cuda:0", deferred=0, hot=0, stages="") -> bundle without kernels.
 
+    `host`: regular expression of the numbers of layers whose cache is in host memory.
     `stages`: "1" puts layer 1 and what follows it on cuda:1; "2-3", layers 2 and 3 only.
     """
     from ktc.compile import compile_checkpoint
 
     def get(
         name: str, experts: str, linears: str = "", device: str = "cuda:0", deferred: Any = 0, hot: int = 0,
-        stages: str = "",
+        stages: str = "", host: str = "",
     ) -> Path:  # fmt: skip
-        stem = f"{name}-{experts}-{linears or 'hf'}-{device.replace(':', '')}-{deferred}-{hot}-{stages}"
+        stem = f"{name}-{experts}-{linears or 'hf'}-{device.replace(':', '')}-{deferred}-{hot}-{stages}-{host}"
         path = folder / f"{stem}.ktc"
         if not path.exists():
             rule = LINEAR.format(linears=linears, scheme=SCHEME.get(linears, "")) if linears else ""
             text = RECIPE.format(
                 experts=experts, linears=linears or "hf", scheme=SCHEME.get(experts, ""), device=device,
                 deferred=deferred, linear_rule=rule, hot=_hot(checkpoint(name), hot, folder / f"{stem}.json"),
-                stages=_stages(stages),
+                stages=_stages(stages), caches=HOST_CACHES.format(layers=host) if host else "",
             )  # fmt: skip
             recipe = folder / f"{stem}.yaml"
             recipe.write_text(text)

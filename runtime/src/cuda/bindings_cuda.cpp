@@ -4,6 +4,7 @@
 
 #include "bindings.h"
 #include "cuda/lane.h"
+#include "cuda/mapped.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -27,9 +28,32 @@ py::dict stats(cuda::Lane& lane) {
                   "wait_ns"_a = s.wait_ns);
 }
 
+// A capsule that array libraries take over; what nobody took is freed with it.
+py::object view_memory(uintptr_t address, const std::vector<int64_t>& shape, const std::string& type,
+                       int device) {
+  const bool brain = type == "bf16";
+  if (!brain && type != "fp16" && type != "fp32") throw std::invalid_argument("no such type: " + type);
+  if (address == 0) throw std::invalid_argument("no memory to view");
+  const cuda::ExchangedType kind{brain ? cuda::kExchangeBfloat : cuda::kExchangeFloat,
+                                 static_cast<uint8_t>(type == "fp32" ? 32 : 16), 1};
+  const cuda::ExchangedDevice place = device < 0 ? cuda::ExchangedDevice{cuda::kExchangeCpu, 0}
+                                                 : cuda::ExchangedDevice{cuda::kExchangeCuda, device};
+  const auto destroy = [](PyObject* capsule) {
+    if (!PyCapsule_IsValid(capsule, cuda::kUnusedCapsule)) return;
+    auto* const managed =
+        static_cast<cuda::ManagedArray*>(PyCapsule_GetPointer(capsule, cuda::kUnusedCapsule));
+    managed->deleter(managed);
+  };
+  PyObject* const capsule =
+      PyCapsule_New(cuda::view_memory(at(address), shape, kind, place), cuda::kUnusedCapsule, destroy);
+  if (capsule == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(capsule);
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& m) {
+  m.def("view_memory", &view_memory, "address"_a, "shape"_a, "type"_a, "device"_a);
   m.def(
       "cuda_send_layout",
       [](int64_t hidden, int64_t top_k, int64_t rows) {

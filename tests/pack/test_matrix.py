@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ktc._runtime import cpu_features
 from ktc.layout import QuantScheme, round_up, split_intermediate, split_unit
 from ktc.pack.matrix import PackedMatrix, interleaved_rows, join_columns, join_rows, pack_sources
 
@@ -144,3 +148,26 @@ def test_q2_zero_and_tiny_rows_become_exact_zeros(scheme: QuantScheme) -> None:
     dense = stored_values(packed, 0, 1)[:, :128] * factors
     assert np.all(dense[3] == 0) and np.all(np.isfinite(dense))
     assert np.abs(dense[4]).max() <= 1e-41
+
+
+@pytest.mark.skipif("avx2" not in cpu_features(), reason="this CPU has no AVX2: there is one way to choose selectors")
+def test_codebook_bytes_do_not_depend_on_the_instruction_set() -> None:
+    """The choice of selectors with SSE2, which is the fallback, in a process of its own."""
+    script = (
+        "import hashlib, numpy as np\n"
+        "from tests.pack.test_matrix import QuantScheme, pack\n"
+        "h = hashlib.sha256()\n"
+        "for group, k in ((16, 700), (32, 65), (128, 333)):\n"
+        "    w = np.random.default_rng(k).standard_t(3, size=(64, k)).astype(np.float32)\n"
+        "    w[5] = 0; w[6, 3] = 1e4\n"
+        "    p = pack(w, QuantScheme('int4', 'codebook', group))\n"
+        "    for part in (p.tiles, p.scale, p.mult): h.update(part.tobytes())\n"
+        "print(h.hexdigest())\n"
+    )
+    hashes = [
+        subprocess.run(
+            [sys.executable, "-c", script], env={**os.environ, **isa}, check=True, capture_output=True, text=True
+        ).stdout
+        for isa in ({}, {"KTC_QUANTIZE_ISA": "sse2"})
+    ]
+    assert len(hashes[0].strip()) == 64 and hashes[0] == hashes[1]

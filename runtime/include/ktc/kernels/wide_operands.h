@@ -1,0 +1,143 @@
+/* Operands of gemm_wide.h: activations widened into scratch, lines of weights widened in registers, int4
+ * panels. */
+#ifndef KTC_KERNELS_WIDE_OPERANDS_H
+#define KTC_KERNELS_WIDE_OPERANDS_H
+
+#include "ktc/kernels/epilogue.h"
+#include "ktc/kernels/unpack.h"
+
+namespace ktc {
+
+constexpr int64_t kWideStep = 2 * kRowBytes; /* one row of one step, widened: even k, then odd k */
+constexpr int64_t kWideMaxK = 8192;          /* longer rows take the kernels that widen nothing */
+constexpr int64_t kWideChunk = 4;            /* steps of one half before the other half follows: a window of
+                                                prefetch_pages */
+constexpr int64_t kWideSweep = 32;           /* steps that all rows sweep over before the next: 64 KB, so that
+                                                these and the next ones stay in L2 whatever K is */
+
+template <class S, class V>
+constexpr bool is_wide() {
+  return S::kFormat == KTC_BF16 ? V::kWideFloat : S::kInteger && !S::kGroupScale && V::kWideInt;
+}
+
+/* Rows widened at a time: as many as leave a block of weights room in L2. */
+template <class S>
+constexpr int64_t wide_rows() {
+  return S::kFormat == KTC_BF16 ? 24 : 64;
+}
+/* Rows of sums in registers. */
+template <class S>
+constexpr int wide_sums() {
+  return S::kFormat == KTC_BF16 ? 3 : 4;
+}
+
+/* An odd number of lines, so that the rows of a group never fall into the same cache sets. */
+template <class S>
+constexpr int64_t wide_row_bytes(int64_t k) {
+  return k / S::kStepK * kWideStep + kRowBytes;
+}
+/* Fewer rows than this stream weights through the kernels that widen nothing. */
+template <class S>
+constexpr int64_t wide_min_rows() {
+  return S::kFormat == KTC_BF16 ? 3 : S::kFormat == KTC_INT8 ? 4 : 1;
+}
+template <class S>
+constexpr int64_t wide_panel_bytes() {
+  return S::kFormat == KTC_INT4 ? kWideSweep * 2 * kTile : 0;
+}
+/* Of one row and block between two sweeps: both halves, bf16 even and odd k apart. */
+template <class S>
+constexpr int64_t wide_sum_bytes() {
+  return (S::kFormat == KTC_BF16 ? 4 : 2) * kRowBytes;
+}
+template <class S>
+constexpr int64_t wide_scratch_bytes() {
+  constexpr int64_t k = S::kK != 0 && S::kK < kWideMaxK ? S::kK : kWideMaxK;
+  return wide_panel_bytes<S>() + wide_rows<S>() * (wide_sum_bytes<S>() + wide_row_bytes<S>(k));
+}
+
+/* Rows [m, m + rows) of packed activations -> scratch. */
+template <class S, class V>
+KTC_INLINE void widen_rows(const ktc_gemm_args& a, int64_t k, int64_t m, int64_t rows, uint8_t* out) {
+  const int64_t steps = S::steps(k), stride = wide_row_bytes<S>(k);
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint8_t* x = act_row(a.act, m + r, steps);
+    for (int64_t s = 0; s < steps; ++s) {
+      V::template widen<S::kInteger>(x + s * kTile, out + r * stride + s * kWideStep);
+    }
+  }
+}
+
+/* Weights that a sweep calls: its own, a window ahead, while they come from memory; those of the next sweep
+ * once its own are in L2. */
+template <class V, bool Next>
+KTC_INLINE void call_lines(const uint8_t* p) {
+  if (Next) {
+    V::prefetch_l2(p + kWideSweep * 2 * kTile);
+    V::prefetch_l2(p + kWideSweep * 2 * kTile + kRowBytes);
+  } else {
+    prefetch_pages<V>(p);
+  }
+}
+
+/* Lines (4 k) of int8 weights: `half` of 16 output rows of a step, then line i of its 16. */
+template <class S, class V, bool Next>
+struct WideBytes {
+  using W = typename V::W;
+  const uint8_t* tiles;
+  KTC_INLINE const uint8_t* half(int64_t s, int64_t h) const { return tiles + (2 * s + h) * kTile; }
+  static KTC_INLINE void call(const uint8_t* p, int64_t i) { call_lines<V, Next>(p + i * kRowBytes); }
+  static KTC_INLINE W line(const uint8_t* p, int64_t i) { return V::words(V::bload(p + i * kRowBytes)); }
+};
+
+/* Lines of int4 steps from `first` on that were unpacked to bytes; calls the nibbles that come after them. */
+template <class S, class V>
+struct WidePanel {
+  using W = typename V::W;
+  const uint8_t *panel, *next;
+  int64_t first;
+  KTC_INLINE const uint8_t* half(int64_t s, int64_t h) const { return panel + (2 * (s - first) + h) * kTile; }
+  KTC_INLINE void call(const uint8_t* p, int64_t i) const {
+    V::prefetch_l2(next + (p - panel + i * kRowBytes) / 2);
+  }
+  static KTC_INLINE W line(const uint8_t* p, int64_t i) { return V::words(V::bload(p + i * kRowBytes)); }
+};
+
+/* Groups of an int4 block: what turns its nibbles into signed 16-bit weights. */
+template <class S, class V>
+struct WideNibbles {
+  using W = typename V::W;
+  using Scale = typename V::template WideScale<S::kCodebook>;
+  const uint8_t *tiles, *mult;
+  Scale scale[2];
+  KTC_INLINE void group(int64_t g) { Scale::load(mult + g * S::kMultBytes, scale); }
+  KTC_INLINE void line(int64_t l, W* w0, W* w1) const {
+    const uint8_t* p = tiles + l * kRowBytes;
+    if (l % 2 == 0) prefetch_pages<V>(p);
+    typename V::B lo, hi;
+    V::nibbles(V::bload(p), &lo, &hi);
+    *w0 = scale[0].words(lo);
+    *w1 = scale[1].words(hi);
+  }
+};
+
+/* Steps [begin, end) of a block of int4 -> bytes around 128. */
+template <class S, class V>
+KTC_INLINE void fill_panel(const uint8_t* tiles, const uint8_t* mult, int64_t begin, int64_t end,
+                           uint8_t* panel) {
+  constexpr int64_t kRun = S::kRunK / 4;
+  WideNibbles<S, V> nibbles{tiles, mult, {}};
+  for (int64_t l = 16 * begin; l < 16 * end; l += kRun) {
+    nibbles.group(4 * l / S::kGroup);
+    for (int64_t i = l; i < l + kRun; ++i) {
+      typename V::W w[2];
+      nibbles.line(i, &w[0], &w[1]);
+      uint8_t* p = panel + (i / 16 - begin) * 2 * kTile + i % 16 * kRowBytes;
+      V::bstore(p, V::bytes(w[0]));
+      V::bstore(p + kTile, V::bytes(w[1]));
+    }
+  }
+}
+
+}  // namespace ktc
+#endif  // KTC_KERNELS_WIDE_OPERANDS_H

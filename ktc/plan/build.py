@@ -18,7 +18,8 @@ from ktc.plan.caches import in_host_memory
 from ktc.plan.deferral import MIN_IMMEDIATE_EXPERTS
 from ktc.plan.expert_use import ModelShape
 from ktc.plan.hot import choose_hot
-from ktc.plan.ir import LinearPlan, ModulePlan, MoePlan, Plan, RuleUse
+from ktc.plan.ir import LinearPlan, ModulePlan, MoePlan, Plan
+from ktc.plan.match import RuleMatcher
 from ktc.plan.schemes import padding_note, resolve
 from ktc.plan.stages import check_pipeline
 from ktc.plan.verify import verify
@@ -29,10 +30,7 @@ if TYPE_CHECKING:
 
     Module = torch.nn.Module
 
-PROTECTED_ROLES = ("protected_linear", "router")
-CALLBACK_ROLES = ("attention", "mla", "dense_mlp", "shared_expert")
 CALLBACK_NOTE = "stays Hugging Face's code in the decode graph too, so torch is loaded at run time"
-_WANTED_ROLE = {"moe": "moe", "mla": "mla", "embedding": "embedding"}
 
 
 def build_plan(config: Mapping[str, Any] | Any, recipe: Recipe, nodes: int = 1) -> Plan:
@@ -53,7 +51,7 @@ def build_plan(config: Mapping[str, Any] | Any, recipe: Recipe, nodes: int = 1) 
     layers = int(hf.num_hidden_layers)
     builder = _Builder(family, family.shape(hf), layers, recipe, nodes, dict(model.all_tied_weights_keys))
     builder.visit("", model, "cpu", None, None)
-    builder.check_rules()
+    builder.rules.check_rules()
     plan = Plan(
         model_type=family.model_type,
         architecture=type(model).__name__,
@@ -62,7 +60,7 @@ def build_plan(config: Mapping[str, Any] | Any, recipe: Recipe, nodes: int = 1) 
         modules=tuple(builder.modules),
         tied=builder.tied,
         recipe=recipe.name,
-        rules=tuple(builder.rule_use(rule) for rule in recipe.rules),
+        rules=tuple(builder.rules.rule_use(rule) for rule in recipe.rules),
     )
     verify(plan, {name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()})
     check_pipeline(plan, builder.placed)
@@ -90,8 +88,7 @@ class _Builder:
     """State of one walk.
 
     Attributes:
-        decided, protected, shadowed: per rule, the modules that it decided, that it matched but had to
-            leave alone, and that it matched after an earlier rule had decided.
+        rules: what matches, and counts.
         placed: module -> the rule that gave it its device, in words.
     """
 
@@ -101,9 +98,7 @@ class _Builder:
         self.family, self.shape, self.recipe, self.nodes, self.tied = family, shape, recipe, nodes, tied
         self.layers = layers
         self.modules: list[ModulePlan] = []
-        self.decided: dict[int, list[str]] = {rule.index: [] for rule in recipe.rules}
-        self.protected: dict[int, list[str]] = {rule.index: [] for rule in recipe.rules}
-        self.shadowed: dict[int, set[int]] = {rule.index: set() for rule in recipe.rules}
+        self.rules = RuleMatcher(family, recipe)
         self.placed: dict[str, str] = {}
 
     def visit(self, name: str, module: Module, device: str, placed_by: Rule | None, kept_by: Rule | None) -> None:
@@ -116,7 +111,7 @@ class _Builder:
         """
         role = role_of(self.family, name, module)
         hf_class = f"{type(module).__module__}.{type(module).__qualname__}"
-        rule, note = (kept_by, "") if kept_by is not None else self._match(name, hf_class, role)
+        rule, note = (kept_by, "") if kept_by is not None else self.rules.match(name, hf_class, role)
         if rule is not None and kept_by is None and rule.device is not None:
             device, placed_by = rule.device, rule
         self.placed[name] = "" if placed_by is None else self.recipe.where(placed_by)
@@ -149,49 +144,6 @@ class _Builder:
             if child_name not in skipped:
                 stop = rule if kept_by is not None or (rule is not None and not rule.recursive) else None
                 self.visit(f"{name}.{child_name}" if name else child_name, child, device, placed_by, stop)
-
-    def _match(self, name: str, hf_class: str, role: str) -> tuple[Rule | None, str]:
-        """The rule that decides this module, or None and why a rule that matched must not."""
-        matching = [rule for rule in self.recipe.rules if rule.match(name, hf_class, role)]
-        if not matching:
-            return None, ""
-        first = matching[0]
-        for later in matching[1:]:
-            self.shadowed[later.index].add(first.index)
-        if first.operator == "linear" and role in PROTECTED_ROLES:
-            self.protected[first.index].append(name)
-            return None, f"protected: kept as it is although {self.recipe.where(first)} matches it"
-        self._check_kind(first, name, hf_class, role)
-        self.decided[first.index].append(name)
-        return first, ""
-
-    def _check_kind(self, rule: Rule, name: str, hf_class: str, role: str) -> None:
-        """A rule may only put an operator where it computes the same thing."""
-        where, short = self.recipe.where(rule), hf_class.rpartition(".")[2]
-        if rule.operator == "linear" and role not in ("linear", "lm_head"):
-            raise RecipeError(
-                f"{where}: ktc.Linear replaces torch.nn.Linear, but the rule also matches"
-                f" {name or 'the model'} ({short})",
-                "add class: torch.nn.Linear to the rule's match",
-            )
-        if rule.callback and role not in CALLBACK_ROLES:
-            raise RecipeError(
-                f"{where}: callback: true also matches {name or 'the model'} ({short}, role {role})",
-                f"the decode graph can call modules of role {', '.join(CALLBACK_ROLES)}: add the role to match",
-            )
-        if rule.kv_cache and role not in ("attention", "mla"):
-            raise RecipeError(
-                f"{where}: kv_cache: {rule.kv_cache} also matches {name or 'the model'} ({short}, role {role})",
-                "only attention has a KV cache: add role: attention, or role: mla, to match",
-            )
-        wanted = _WANTED_ROLE.get(rule.operator)
-        if wanted is not None and role != wanted:
-            hint = f"match role: {wanted} instead"
-            if rule.operator == "mla" and not self.family.mla:
-                hint = f"{self.family.model_type} has no latent attention: match role: mla with optional: true"
-            raise RecipeError(
-                f"{where}: {rule.replace_class} cannot replace {name or 'the model'} ({short}, role {role})", hint
-            )
 
     def _keep(self, own: ModulePlan, module: Module) -> ModulePlan:
         """The module's own weights stay as they are."""
@@ -276,46 +228,6 @@ class _Builder:
             f"{self.recipe.where(rule)}: {name}: n_deferred_experts: {n} of {top_k} experts per token would leave"
             f" {max(0, top_k - int(n))} immediate; at least {MIN_IMMEDIATE_EXPERTS} must stay",
             f"use n_deferred_experts: {most} or fewer, or auto",
-        )
-
-    def check_rules(self) -> None:
-        """Every rule must have decided something (failure C7: a rule that silently does nothing)."""
-        for rule in self.recipe.rules:
-            where = self.recipe.where(rule)
-            if self.decided[rule.index]:
-                continue
-            if self.protected[rule.index]:
-                names = self.protected[rule.index]
-                raise RecipeError(
-                    f"{where}: matches only protected modules, such as {names[0]} ({len(names)} in all)",
-                    "ktc.Linear must leave them alone: their weights are read by another operator; remove the rule",
-                )
-            if rule.optional:
-                continue
-            if earlier := self.shadowed[rule.index]:
-                first = self.recipe.where(self.recipe.rules[min(earlier)])
-                raise RecipeError(
-                    f"{where}: decides no module: {first} already took everything that it matches",
-                    "the first match wins: move the rule up, or remove it",
-                )
-            raise RecipeError(
-                f"{where}: matches no module of this {self.family.model_type} model: {rule.match}",
-                f"{self._nearest(rule)}mark the rule optional: true if that is expected",
-            )
-
-    def _nearest(self, rule: Rule) -> str:
-        """For a class that is not in the model: what the class of that role is called here."""
-        if rule.operator == "moe" and rule.match.cls is not None:
-            return f"the MoE block of this family is {self.family.moe_class}; "
-        return ""
-
-    def rule_use(self, rule: Rule) -> RuleUse:
-        return RuleUse(
-            where=self.recipe.where(rule),
-            match=str(rule.match),
-            replace=rule.replace_class,
-            modules=len(self.decided[rule.index]),
-            protected=len(self.protected[rule.index]),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -51,6 +52,7 @@ def command(
     chosen = chosen_variants(variants, no_kernels)
     from ktc.compile import compile_checkpoint
 
+    began = time.monotonic()
     made = compile_checkpoint(
         checkpoint,
         recipe,
@@ -88,7 +90,7 @@ def command(
         f"{shown}: {format_bytes(made.size)}, {len(moes)} MoE layers in {scheme}, {nodes} node{'s' * (nodes > 1)}"
     )
     click.echo(f"  kernels: {', '.join(made.variants) or 'none (built where it runs)'}")
-    click.echo(f"  peak memory {format_bytes(made.peak_rss)}{speed}")
+    click.echo(f"  peak memory {format_bytes(made.peak_rss)}{speed}, {format_seconds(time.monotonic() - began)} in all")
     here = (
         ""
         if not made.plan.uses_cuda() or this_host().cuda

@@ -67,6 +67,7 @@ def load(
     from ktc.perf.tuning import load as load_tuning
 
     placement = pools.place(_runtime.numa_nodes(), opened.plan.nodes, threads, emulate_nodes)
+    degraded += pools.crowded(_runtime.numa_nodes(), threads)
     lib, slower = open_kernels(opened, variant, trust_sha256, kernel_library)
     pool = pools.get_pool(placement)
     started = time.perf_counter()
@@ -104,7 +105,7 @@ def _cuda_devices(bundle: Bundle, dtype: str | None) -> tuple[Placement, dict[st
 
     placed = device.lane_devices(bundle.plan)
     if placed is None and dtype not in (None, "fp32"):
-        raise UsageError(f"the CPU computes in fp32, not in {dtype}", "leave out --dtype")
+        raise UsageError(f"the CPU computes in fp32, not in {dtype}", "leave out dtype")
     return placed
 
 

@@ -62,6 +62,14 @@ def place(host: list[list[int]], nodes: int, threads: int | None, emulate: bool 
     return [[group[i % len(group)] for i in range(share)] for group, share in zip(groups, shares, strict=True)]
 
 
+def crowded(host: list[list[int]], threads: int | None) -> list[str]:
+    """A note if more threads are asked for than there are CPUs: they take turns, and each waits for the others."""
+    usable = usable_threads(host)
+    if threads is None or threads <= usable:
+        return []
+    return [f"{threads} threads share {usable} usable CPU{'s' * (usable > 1)}: slower than {usable}"]
+
+
 def get_pool(nodes: list[list[int]], caller_works: bool = True) -> Any:
     """The native pool for this placement; models with the same placement share it. Never two that both work.
 

@@ -217,6 +217,7 @@ def open_native(
         program = program.with_fp32_attention()
     lib, slower = open_kernels(bundle, variant, trust_sha256, kernel_library)
     cpus = pools.place(_runtime.numa_nodes(), bundle.plan.nodes, threads, emulate_nodes)
+    degraded += pools.crowded(_runtime.numa_nodes(), threads)
     pool = pools.get_pool(cpus, caller_works)
     if context is not None and context > program.context:
         degraded.append(f"a context of {context} positions was asked for; the model has {program.context}")
@@ -229,6 +230,9 @@ def open_native(
             f"the weights and the caches of {context} positions need",
             "close other programs, give --context a smaller number, or compile with fewer bits per weight",
         )
+    if program.callbacks():
+        import torch  # noqa: F401  seconds that are no reading of weights
+        import transformers  # noqa: F401
     try:
         with Progress("load weights", total + called_bytes, "B") as progress:
             min_rows, bind = load_tuning().min_rows, not emulate_nodes

@@ -5,6 +5,8 @@ What a rule then makes of the module is build.py's.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ktc.errors import RecipeError
 from ktc.models.family import Family
 from ktc.plan.ir import RuleUse
@@ -12,6 +14,8 @@ from ktc.recipe.model import Recipe, Rule
 
 PROTECTED_ROLES = ("protected_linear", "router")
 CALLBACK_ROLES = ("attention", "mla", "dense_mlp", "shared_expert")
+_SIMILAR = ("attention", "mla")
+"""Roles of which a family has one: what is written for the other is meant for it."""
 _WANTED_ROLE = {"moe": "moe", "mla": "mla", "embedding": "embedding"}
 
 
@@ -28,6 +32,7 @@ class RuleMatcher:
         self.decided: dict[int, list[str]] = {rule.index: [] for rule in recipe.rules}
         self.protected: dict[int, list[str]] = {rule.index: [] for rule in recipe.rules}
         self.shadowed: dict[int, set[int]] = {rule.index: set() for rule in recipe.rules}
+        self._seen: list[tuple[str, str, str]] = []  # name, class, role
 
     def match(self, name: str, hf_class: str, role: str) -> tuple[Rule | None, str]:
         """The rule that decides this module, or None and why a rule that matched must not.
@@ -37,6 +42,7 @@ class RuleMatcher:
         Raises:
             RecipeError: the rule puts an operator or an option where it cannot be.
         """
+        self._seen.append((name, hf_class, role))
         matching = [rule for rule in self.recipe.rules if rule.match(name, hf_class, role)]
         if not matching:
             return None, ""
@@ -108,7 +114,15 @@ class RuleMatcher:
             )
 
     def _nearest(self, rule: Rule) -> str:
-        """For a class that is not in the model: what the class of that role is called here."""
+        """What the rule would match with another role, or what the class of its role is called here."""
+        if rule.match.role is not None:
+            other = replace(rule.match, role=None)
+            roles = {
+                role: name for name, hf_class, role in self._seen if role in _SIMILAR and other(name, hf_class, role)
+            }
+            if rule.match.role in _SIMILAR and roles:
+                role, name = next(iter(roles.items()))
+                return f"{name} is of role {role} here; otherwise "
         if rule.operator == "moe" and rule.match.cls is not None:
             return f"the MoE block of this family is {self.family.moe_class}; "
         return ""

@@ -11,7 +11,7 @@ from ktc.plan.names import group_name, pattern
 from ktc.plan.stages import Placement, place
 from ktc.progress import format_bytes
 
-_NO_RULE = "rule -: no rule matched; Hugging Face's own code runs"
+_NO_RULE = "rule -: no rule matched; stays Hugging Face's, and the decode graph reads its weights as stored"
 
 
 def render(plan: Plan, verbose: bool = False) -> str:

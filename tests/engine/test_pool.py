@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from ktc.engine import pool
-from ktc.engine.pool import place
+from ktc.engine.pool import crowded, place, usable_threads
 from ktc.errors import KtcError
 
 
@@ -24,6 +24,9 @@ def test_one_node_takes_every_cpu() -> None:
 
 def test_more_threads_than_cpus_share_them() -> None:
     assert place([[0, 1]], 1, 5) == [[0, 1, 0, 1, 0]]
+    assert crowded([[0, 1]], 2) == crowded([[0, 1]], None) == []
+    usable = usable_threads([[0, 1]])
+    assert crowded([[0, 1]], 5) == [f"5 threads share {usable} usable CPU{'s' * (usable > 1)}: slower than {usable}"]
 
 
 def test_real_nodes_keep_their_cpus() -> None:

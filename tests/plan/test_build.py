@@ -144,6 +144,8 @@ def test_c7_a_rule_that_matches_nothing() -> None:
     assert "DeepseekV3MoE" in str(error.hint) and "optional: true" in str(error.hint)
     optional = plan_of("deepseek_v3", LINEAR + wrong + "  optional: true\n")
     assert [r.modules for r in optional.rules] == [14, 0]
+    error = refused("deepseek_v3", "- match: {role: attention, name: layers.0.}\n  replace: {class: default}\n")
+    assert "layers.0.self_attn is of role mla here" in str(error.hint)
 
 
 def test_c7_a_rule_that_is_always_too_late() -> None:

@@ -82,15 +82,11 @@ def check_relative(name: str, what: str) -> None:
         raise BundleError(f"{what}: path {name!r} leads out of the bundle or is not a plain relative path")
 
 
-def _unreadable(error: OSError) -> None:
-    raise BundleError(f"cannot read {error.filename}: {error.strerror}") from error
-
-
 def file_faults(root: Path, manifest: Mapping[str, Any]) -> Iterator[tuple[str, BundleError]]:
     """(path within the bundle, fault) of every file that is missing, not of its size, or should not be there.
 
     Raises:
-        BundleError: the manifest lists a file twice or outside the bundle, or a folder cannot be read.
+        BundleError: the manifest lists a file twice or outside the bundle.
     """
     listed: dict[str, dict[str, Any]] = {entry["path"]: entry for entry in manifest["files"]}
     if len(listed) != len(manifest["files"]):
@@ -98,14 +94,20 @@ def file_faults(root: Path, manifest: Mapping[str, Any]) -> Iterator[tuple[str, 
     for name in listed:
         check_relative(name, str(root / fmt.MANIFEST))
     present: set[str] = set()
-    links: list[str] = []
-    for folder, dirs, names in os.walk(root, onerror=_unreadable):
+    said: list[str] = []  # links, and what cannot be looked at
+    unreadable: list[OSError] = []
+    for folder, dirs, names in os.walk(root, onerror=unreadable.append):
         for name in dirs + names:
             path = Path(folder, name)
             relative = path.relative_to(root).as_posix()
-            mode = path.lstat().st_mode
+            try:
+                mode = path.lstat().st_mode
+            except OSError as error:
+                said.append(relative)
+                yield relative, BundleError(f"cannot read {path}: {error.strerror}")
+                continue
             if stat.S_ISLNK(mode):
-                links.append(relative)
+                said.append(relative)
                 yield relative, BundleError(f"{path} is a symbolic link; a bundle has none", "copy it with: cp -rL")
             elif stat.S_ISDIR(mode):
                 continue
@@ -115,9 +117,12 @@ def file_faults(root: Path, manifest: Mapping[str, Any]) -> Iterator[tuple[str, 
                 hint = "remove it; a bundle holds nothing else"
                 yield relative, BundleError(f"{path} is not listed in the manifest", hint)
             present.add(relative)
+    for fault in unreadable:
+        said.append(Path(fault.filename).relative_to(root).as_posix())
+        yield said[-1], BundleError(f"cannot read {fault.filename}: {fault.strerror}")
     for name, entry in listed.items():
-        if name in links or name.startswith(tuple(f"{link}/" for link in links)):
-            continue  # said already
+        if name in said or "." in said or name.startswith(tuple(f"{path}/" for path in said)):
+            continue
         if name not in present:
             yield name, BundleError(f"{root / name} is missing", DAMAGED)
             continue

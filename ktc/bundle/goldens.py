@@ -173,6 +173,27 @@ def read_moe_goldens(bundle: Bundle) -> list[MoeGolden]:
     return out
 
 
+def golden_fault(case: MoeGolden, moe: MoePlan) -> str | None:
+    """What keeps a stored case from being run through its layer, or None: arrays of other shapes or types, or experts
+    that the layer does not have."""
+    tokens, slots = case.ids.shape if case.ids.ndim == 2 else (0, 0)
+    rows, routes = (tokens, moe.hidden), (tokens, slots)
+    for name, dtype, shape in (
+        ("ids", np.int64, routes),
+        ("weights", np.float32, routes),
+        ("x", np.float32, rows),
+        ("y", np.float32, rows),
+    ):
+        value: NDArray[Any] = getattr(case, name)
+        if not value.size or value.dtype != dtype or value.shape != shape:
+            return f"{name} is {value.dtype} {list(value.shape)}, which does not fit the layer"
+    if case.ids.min() < 0 or case.ids.max() >= moe.experts:
+        return f"an expert is not one of the layer's {moe.experts}"
+    if any(len(set(row)) < slots for row in case.ids.tolist()):
+        return "a token has an expert twice"
+    return None
+
+
 def relative_error(actual: NDArray[Any], expected: NDArray[Any]) -> float:
     """L2 distance over L2 norm; infinite if they are not finite at the same places."""
     finite = np.isfinite(expected)

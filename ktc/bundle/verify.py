@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktc.bundle.files import file_faults, hash_fault, read_manifest
-from ktc.bundle.goldens import MoeGolden, read_moe_goldens, relative_error
+from ktc.bundle.goldens import MoeGolden, golden_fault, read_moe_goldens, relative_error
 from ktc.bundle.reader import WEIGHT_ROLES, Bundle, open_bundle
 from ktc.plan.ir import MoePlan
 from ktc.progress import Progress
@@ -112,13 +112,15 @@ def _check_headers(bundle: Bundle, report: Report) -> None:
                 if length > entry["size"]:
                     raise ValueError("header longer than the file")
                 header: dict[str, Any] = json.loads(file.read(length))
+                if not isinstance(header, dict):
+                    raise ValueError("its header is no JSON object")
                 header.pop("__metadata__", None)
                 actual = {
                     tensor: (spec["dtype"], tuple(spec["shape"]), 8 + length + spec["data_offsets"][0])
                     for tensor, spec in header.items()
                     if not tensor.startswith("__pad__.")
                 }
-            except (ValueError, KeyError, TypeError, IndexError) as error:
+            except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
                 report.faults.append(f"{path}: not a safetensors file: {error}")
                 continue
         listed = {
@@ -148,6 +150,9 @@ def _run_layers(
             moe = plans.get(case.module)
             if moe is None:
                 report.faults.append(f"goldens: no MoE layer {case.module}")
+                continue
+            if fault := golden_fault(case, moe):
+                report.faults.append(f"goldens of {case.module}: {fault}")
                 continue
             actual = _run_layer(bundle, lib, pool, moe, case)
             report.cases.append(Case(case.module, relative_error(actual, case.y), case.tolerance))

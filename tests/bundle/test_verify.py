@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ktc.bundle import open_bundle
-from ktc.bundle.goldens import golden_input, make_moe_golden, read_moe_goldens, relative_error, uniform
+from ktc.bundle.goldens import golden_fault, golden_input, make_moe_golden, read_moe_goldens, relative_error, uniform
 from ktc.bundle.verify import verify
 from ktc.errors import BundleError
 from tests.bundle.conftest import edit_manifest, relist
@@ -87,6 +92,71 @@ def test_a_shard_that_is_no_safetensors_file(bundle_copy: Path) -> None:
     path.write_bytes(b"\xff" * path.stat().st_size)
     relist(bundle_copy, EXPERTS)
     assert any("not a safetensors file" in fault for fault in verify(bundle_copy).faults)
+
+
+@pytest.mark.parametrize("header", [b"5", b"null", b'"x"', b"[]", b"[" * 100_000])
+def test_a_shard_whose_header_is_json_but_no_header(bundle_copy: Path, header: bytes) -> None:
+    path = bundle_copy / EXPERTS
+    old = path.read_bytes()
+    size = int.from_bytes(old[:8], "little")
+    new = header.ljust(max(size, len(header)))
+    path.write_bytes(len(new).to_bytes(8, "little") + new + old[8 + size :])
+    relist(bundle_copy, EXPERTS)
+    (fault,) = verify(bundle_copy).faults
+    assert f"{EXPERTS}: not a safetensors file" in fault
+
+
+@pytest.mark.parametrize("expert", [-1, 8, 10**6])
+def test_goldens_with_an_expert_that_the_layer_does_not_have(bundle_copy: Path, expert: int) -> None:
+    ref = open_bundle(bundle_copy).tensors[None, "model.layers.1.mlp.golden.ids"]
+    data = bytearray((bundle_copy / "goldens.safetensors").read_bytes())
+    data[ref.offset : ref.offset + 8] = expert.to_bytes(8, "little", signed=True)
+    (bundle_copy / "goldens.safetensors").write_bytes(data)
+    relist(bundle_copy, "goldens.safetensors")
+    report = verify(bundle_copy, variant="portable")
+    assert report.faults == ["goldens of model.layers.1.mlp: an expert is not one of the layer's 8"]
+
+
+def test_goldens_that_do_not_fit_their_layer_are_not_run(compiled) -> None:
+    bundle = open_bundle(compiled("deepseek_v3"))
+    (case,) = read_moe_goldens(bundle)
+    moe = bundle.plan.moe_modules()[0].moe
+    assert moe is not None and golden_fault(case, moe) is None
+    for change in (
+        {"x": case.x[:, :-1]},
+        {"y": case.y[:1]},
+        {"x": case.x.astype(np.float64)},
+        {"ids": case.ids.astype(np.float32)},
+        {"ids": case.ids[0]},
+        {"weights": case.weights[:, :1]},
+        {"x": case.x[:0], "y": case.y[:0], "ids": case.ids[:0], "weights": case.weights[:0]},
+    ):
+        fault = golden_fault(replace(case, **change), moe)
+        assert fault is not None and "does not fit the layer" in fault, change
+    assert golden_fault(replace(case, ids=np.zeros_like(case.ids)), moe) == "a token has an expert twice"
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not shutil.which("setpriv"), reason="root reads everything")
+def test_a_folder_that_cannot_be_read_hides_no_other_fault(bundle_copy: Path) -> None:
+    prefix = [] if os.geteuid() else ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    (bundle_copy / "recipe.yaml").write_text("x")
+    weights = bundle_copy / "weights"
+    for mode in (0, 0o444):  # not listed at all; names without what they are
+        weights.chmod(mode)
+        try:
+            done = subprocess.run(
+                [*prefix, sys.executable, "-m", "ktc", "verify", "--json", str(bundle_copy)],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        finally:
+            weights.chmod(0o755)
+        faults = json.loads(done.stdout)["faults"]
+        assert done.returncode == 6
+        assert any(f"cannot read {bundle_copy.resolve()}/weights" in fault for fault in faults)
+        assert any("recipe.yaml: 1 bytes, but" in fault for fault in faults)
+        assert not any("is missing" in fault for fault in faults)
 
 
 def test_goldens_that_are_not_there(bundle_copy: Path) -> None:

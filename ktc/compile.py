@@ -182,6 +182,7 @@ def pack(c: Compilation) -> None:
     total, todo = sum(t.nbytes for t in tasks), sum(t.nbytes for t in left)
     started = time.monotonic()
     try:
+        emit.check_output(c.target, c.force)  # another compile may have made it just before the lock was free
         pipeline.check_space(c.target, sum(t.size for t in left) + _kernel_bytes(c) + SPARE_BYTES)
         with Progress("pack", total, "B", done=total - todo) as progress:
             pipeline.run_tasks(c.journal, left, progress, c.jobs or pipeline.default_jobs())

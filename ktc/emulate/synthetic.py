@@ -90,7 +90,7 @@ def config(options: StackOptions) -> dict[str, Any]:
 def recipe_text(data_type: str) -> str:
     """Packed experts; everything else stays bf16, as it would on a GPU."""
     scheme = SCHEMES[data_type]
-    group = {"int4": f", group: {scheme.group}, scale: integer, group_fallback: pad", "int8": ", group: channel"}
+    group = {"int4": f", group: {scheme.group}, scale: {scheme.scale}, group_fallback: pad", "int8": ", group: channel"}
     return f"""version: 1
 name: emulate-{data_type}
 rules:

@@ -10,7 +10,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktc.cli.main import cli
+from ktc.emulate.synthetic import StackOptions, config, recipe_text
 from ktc.errors import KtcError
+from ktc.perf.shapes import SCHEMES, MoeShape
+from ktc.plan import build_plan
+from ktc.recipe import parse_recipe
 from ktc.simulate import load_profile
 from tests.parity.conftest import bundle, checkpoint, folder
 
@@ -47,6 +51,20 @@ def test_bench_emulate(kernels: str, tmp_path: Path) -> None:
     assert [row["deferred"] for row in data["decode"]] == [0, 1, 2]
     assert {"submit", "immediate", "attention", "shared", "sync", "copy out", "copy back", "merge"} <= kinds(trace)
     assert load_profile(saved).host.submit == pytest.approx(data["submit_seconds"])
+
+
+@pytest.mark.parametrize("data_type", ["int4", "int8", "bf16"])
+def test_the_stack_is_planned_in_the_format_that_is_packed(data_type: str) -> None:
+    """Kernels are built for the plan and fed with what `SCHEMES` packs: the two must be one scheme."""
+    options = StackOptions(MoeShape("x", 8, 128, 64, 4), layers=3, data_type=data_type)
+    plan = build_plan(config(options), parse_recipe(recipe_text(data_type), "<emulate>"))
+    assert {m.moe.scheme for m in plan.moe_modules() if m.moe is not None} == {SCHEMES[data_type]}
+
+
+def test_bench_emulate_in_its_default_format() -> None:
+    small = ("--layers", 3, "--experts", 4, "--hidden", 64, "--intermediate", 64, "--top-k", 2, "--variant", "portable")
+    result = ktc("bench", "emulate", *small, "--steps", 1, "--repeats", 1, "--threads", 2, "--json")
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("deferred", [0, None])

@@ -23,7 +23,7 @@ from ktc.engine.placement import misplaced
 from ktc.errors import BuildError, BundleError, KtcError
 from ktc.graph.build import PREFILL_CHUNK, GraphExecutor
 from ktc.graph.ir import Program
-from ktc.native.modules import BundleModules, module_bytes
+from ktc.native.modules import BundleModules, import_torch, module_bytes
 from ktc.native.report import NativeReport
 from ktc.native.weights import BundleWeights, wanted_tensors
 from ktc.progress import Progress
@@ -231,8 +231,7 @@ def open_native(
             "close other programs, give --context a smaller number, or compile with fewer bits per weight",
         )
     if program.callbacks():
-        import torch  # noqa: F401  seconds that are no reading of weights
-        import transformers  # noqa: F401
+        import_torch()  # seconds that are no reading of weights
     try:
         with Progress("load weights", total + called_bytes, "B") as progress:
             min_rows, bind = load_tuning().min_rows, not emulate_nodes

@@ -26,6 +26,15 @@ def _below(name: str, modules: Collection[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
+def import_torch() -> None:
+    """Import what called modules need, OpenMP made quiet first: later has no effect (ktc/engine/lane.py)."""
+    from ktc.engine.lane import quiet_openmp
+
+    quiet_openmp()
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+
 def called_plan(plan: Plan, program: Program) -> Plan:
     """What the plan says of the modules that the program calls, and of those below them."""
     called = program.callbacks()
@@ -70,12 +79,11 @@ class BundleModules:
         Raises:
             BundleError: the program calls a module that the model does not have, or a tensor is missing.
         """
-        from ktc.engine.lane import Lane, quiet_openmp, single_threaded
-
-        quiet_openmp()  # before torch is imported
+        import_torch()
         import torch
 
         from ktc.engine import build
+        from ktc.engine.lane import Lane, single_threaded
         from ktc.engine.mla import KtcMLAAttention
         from ktc.engine.weights import WeightStore
         from ktc.graph.callbacks import ModuleCallbacks

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,3 +270,27 @@ def test_memory_for_modules_and_their_caches_is_counted(
     monkeypatch.setattr(memory, "available_memory", lambda: free // 2)
     with pytest.raises(KtcError, match="the caches of 256 positions need"):
         native("longrope")
+
+
+WATCH = """
+import os, sys
+seen = []
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            seen.append(os.environ.get("OMP_WAIT_POLICY"))
+sys.meta_path.insert(0, Watch())
+from ktc.native import open_native
+open_native(sys.argv[1], kernel_library=sys.argv[2], threads=1)
+print(seen)
+"""
+
+
+def test_openmp_is_quiet_before_torch_is_imported(
+    made: Callable[[str], tuple[Path, list[str]]], library: Callable[[str], Path], best_variant: str
+) -> None:
+    """Its workers would spin beside the pool; the environment is read when torch is imported."""
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    command = [sys.executable, "-c", WATCH, str(made("gqa")[0]), str(library(best_variant))]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "['passive']"

@@ -18,7 +18,7 @@ from ktc.cuda.session import CudaSession
 from ktc.plan.caches import cache_bytes
 from tests.cuda import fake_flashinfer
 from tests.cuda.record import use_recorded_graphs
-from tests.cuda.test_lane import FAMILIES, NeedsHost, deep, open_lane, run  # noqa: F401 - fixtures
+from tests.cuda.test_lane import FAMILIES, check_needs_no_host, deep, open_lane, run  # noqa: F401 - fixtures
 from tests.cuda.test_paged import MODELS, stand_in  # noqa: F401 - fixtures
 from tests.parity import conftest
 from tests.parity.conftest import error, random_ids
@@ -92,13 +92,7 @@ def test_replayed_graphs(name: str, stages: str, deep: str, open_lane: Any, monk
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "gpt_oss"])
 def test_nothing_needs_the_host(name: str, open_lane: Any) -> None:  # noqa: F811
-    session = CudaSession(open_lane(name, "bf16", dtype="bf16", host="0|1"))
-    session.prefill([1, 2, 3])
-    session._given[0], session._given[1] = 5, 3
-    with NeedsHost() as mode:
-        session._step()
-    session.lane.synchronize()
-    assert mode.count > 50 and not mode.seen
+    check_needs_no_host(CudaSession(open_lane(name, "bf16", dtype="bf16", host="0|1")))
 
 
 @torch.no_grad()

@@ -135,9 +135,9 @@ KTC_NOINLINE void wide_bf16_rows(const ktc_gemm_args& a, int epilogue, const uin
 /* `rows` widened rows from m on over one sweep: R at a time, the tail with fewer. */
 template <class S, class V, int R, bool Next>
 KTC_INLINE void wide_sweep(const ktc_gemm_args& a, int epilogue, int64_t k, const WideSweep& sweep,
-                           const uint8_t* x, uint8_t* sums, int64_t m, int64_t rows, const uint8_t* panel) {
+                           const uint8_t* tiles, const uint8_t* x, uint8_t* sums, int64_t m, int64_t rows,
+                           const uint8_t* panel) {
   const int64_t stride = wide_row_bytes<S>(k);
-  const uint8_t* tiles = a.weight.tiles + sweep.b * S::block_bytes(k);
   while (rows >= R) {
     if constexpr (S::kFormat == KTC_BF16) {
       wide_bf16_rows<S, V, R, Next>(a, epilogue, tiles, sweep, x, stride,
@@ -154,11 +154,11 @@ KTC_INLINE void wide_sweep(const ktc_gemm_args& a, int epilogue, int64_t k, cons
     }
     rows -= R, m += R, x += R * stride, sums += R * wide_sum_bytes<S>();
     if constexpr (!Next) {
-      if (rows > 0) wide_sweep<S, V, R, true>(a, epilogue, k, sweep, x, sums, m, rows, panel);
+      if (rows > 0) wide_sweep<S, V, R, true>(a, epilogue, k, sweep, tiles, x, sums, m, rows, panel);
       return;
     }
   }
-  if constexpr (R > 1) wide_sweep<S, V, R - 1, Next>(a, epilogue, k, sweep, x, sums, m, rows, panel);
+  if constexpr (R > 1) wide_sweep<S, V, R - 1, Next>(a, epilogue, k, sweep, tiles, x, sums, m, rows, panel);
 }
 
 template <class S, class V>
@@ -171,9 +171,9 @@ KTC_NOINLINE void gemm_wide(const ktc_gemm_args& a, int epilogue) {
     const int64_t rows = min64(wide_rows<S>(), a.m_end - m);
     widen_rows<S, V>(a, k, m, rows, x);
     for (int64_t b = a.block_begin; b < a.block_end; ++b) {
+      const uint8_t* const tiles = a.weight.tiles + b * S::block_bytes(k);
+      const uint8_t* const mult = S::kMultiplier ? block_mult<S>(a, b, S::groups(k)) : nullptr;
       if constexpr (S::kFormat == KTC_INT4) {
-        const uint8_t *tiles = a.weight.tiles + b * S::block_bytes(k),
-                      *mult = block_mult<S>(a, b, S::groups(k));
         if (rows == 1) {
           wide_nibble_rows<S, V, 1>(a, epilogue, tiles, mult, k, x, m, b);
           continue;
@@ -186,12 +186,11 @@ KTC_NOINLINE void gemm_wide(const ktc_gemm_args& a, int epilogue) {
       for (int64_t s = 0; s < steps; s += kWideSweep) {
         const WideSweep sweep{b, s, min64(s + kWideSweep, steps), s + kWideSweep >= steps};
         if constexpr (S::kFormat == KTC_INT4) {
-          fill_panel<S, V>(a.weight.tiles + b * S::block_bytes(k), block_mult<S>(a, b, S::groups(k)), s,
-                           sweep.end, panel);
+          fill_panel<S, V>(tiles, mult, s, sweep.end, panel);
         }
         /* A panel is in L2 from the start. */
-        wide_sweep<S, V, wide_sums<S>(), S::kFormat == KTC_INT4>(a, epilogue, k, sweep, x, sums, m, rows,
-                                                                 panel);
+        wide_sweep<S, V, wide_sums<S>(), S::kFormat == KTC_INT4>(a, epilogue, k, sweep, tiles, x, sums, m,
+                                                                 rows, panel);
       }
     }
   }

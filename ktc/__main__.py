@@ -9,6 +9,8 @@ INTERRUPTED = 130
 
 
 def main() -> NoReturn:
+    # numpy's library starts threads that spin on the CPUs which the expert pool needs; ktc has no use for them.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         from ktc.cli.main import main as run
 

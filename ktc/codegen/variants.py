@@ -71,6 +71,10 @@ _ALL = (
         (*_AVX512, "avx512vbmi", "amx_tile", "amx_int8", "amx_bf16"),
         "Avx512", "avx512.h", "avx512", "AmxTiles", "amx.h", "amx",
     ),
+    # Ice Lake, Zen 4 and later: the same source as avx512, which looks up codebook levels in half the instructions.
+    Variant(
+        "avx512vbmi", (*_BASE, *_AVX512_FLAGS, "-mavx512vbmi"), (*_AVX512, "avx512vbmi"), "Avx512", "avx512.h", "avx512"
+    ),
     Variant("avx512", (*_BASE, *_AVX512_FLAGS), _AVX512, "Avx512", "avx512.h", "avx512"),
     Variant("avxvnni", (*_BASE, *_AVX2_FLAGS, "-mavxvnni"), (*_AVX2, "avx_vnni"), "Avx2", "avx2.h", "avxvnni"),
     Variant("avx2", (*_BASE, *_AVX2_FLAGS), _AVX2, "Avx2", "avx2.h", "avx2"),

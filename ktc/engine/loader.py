@@ -44,7 +44,7 @@ def load(
     Args:
         bundle: its directory.
         threads: of the native pool; None = the CPUs that this process may use.
-        variant: kernel variant ("amx", "avx512", "avx2", "portable", "emulated"); None = the best one here.
+        variant: kernel variant (a name of `ktc.codegen.variants.VARIANTS`); None = the best one here.
         force_kernel: part of a kernel's name to use whatever the token count, e.g. "avx512".
         emulate_nodes: run a bundle that is split over more NUMA nodes than this machine has.
         strict: fail rather than run on anything worse than the best this machine can do (failure M6).

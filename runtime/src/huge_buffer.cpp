@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cpu.h"
+#include "direct_read.h"
 
 namespace ktc {
 namespace {
@@ -95,8 +96,8 @@ void read_chunk(void* context, const Task& task) {
   while (at < end) {
     const int64_t whole = (end - at) / kDirectAlign * kDirectAlign;
     direct = direct && whole > 0;
-    const ssize_t got =
-        pread(direct ? r.direct_fd : r.fd, r.dst + at, direct ? whole : end - at, r.file_offset + at);
+    const int64_t got = direct ? read_direct(r.direct_fd, r.dst + at, whole, r.file_offset + at)
+                               : pread(r.fd, r.dst + at, end - at, r.file_offset + at);
     if (got < 0 && errno == EINTR) continue;
     // Not possible here, or the file ends: the other way says what is wrong.
     if (direct && (got <= 0 || got % kDirectAlign != 0)) {

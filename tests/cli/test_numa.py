@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.two_nodes import SYS_NODES, pretend_two_nodes, seccomp_works
+from tests import forbidden
+from tests.two_nodes import SYS_NODES, pretend_two_nodes
 
 ROOT = Path(__file__).parents[2]
 KTC = "from ktc.cli.main import main; import sys; main(sys.argv[1:])"
-FORBIDDEN = f"from tests.two_nodes import forbid_memory_policy; forbid_memory_policy(); {KTC}"
+FORBIDDEN = f"from tests.forbidden import MEMORY_POLICY, forbid; forbid(*MEMORY_POLICY); {KTC}"
 TEXT = ("-p", "Hello", "--max-tokens", "4", "--greedy")
 BOUND = "cannot bind memory to NUMA node"
 
@@ -43,7 +44,7 @@ def run(prefix: list[str], code: str, *arguments: object) -> subprocess.Complete
 @pytest.mark.parametrize("graph", ["auto", "off"])
 def test_m4_memory_binding_is_forbidden(bundle: Callable[[int], Path], two_nodes: list[str], graph: str) -> None:
     """failures.md M4: where mbind and set_mempolicy fail, a warning, the same text, and memory wherever it falls."""
-    if not seccomp_works():
+    if not forbidden.works():
         pytest.skip("seccomp is not allowed here")
     done = run(two_nodes, FORBIDDEN, "run", bundle(2), *TEXT, "-v", "--graph", graph)
     assert done.returncode == 0, done.stderr
@@ -61,7 +62,7 @@ def test_m4_experts_of_one_node_are_bound_nowhere(
     bundle: Callable[[int], Path], two_nodes: list[str], graph: str
 ) -> None:
     """failures.md M4: the threads of both nodes read them, and binding that nobody asked for must not be missed."""
-    if not seccomp_works():
+    if not forbidden.works():
         pytest.skip("seccomp is not allowed here")
     done = run(two_nodes, FORBIDDEN, "run", bundle(1), *TEXT, "-v", "--graph", graph, "--emulate-nodes")
     assert done.returncode == 0 and BOUND not in done.stderr, done.stderr

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tests import forbidden
 
 _runtime = pytest.importorskip("ktc._runtime")
 HUGE = 2 << 20
@@ -140,6 +144,52 @@ def test_m5_read_file(tmp_path: Path, nodes: list[list[int]], node: int) -> None
     buffer.close()
     buffer.close()
     assert buffer.nbytes == 0 and buffer.ptr == 0
+
+
+UNCACHED = """
+import os, sys
+import numpy as np
+from ktc import _runtime
+from tests.forbidden import forbid
+from tests.runtime.test_machine import contents
+
+if sys.argv[2:]:
+    forbid(*map(int, sys.argv[2:]))
+data = np.random.default_rng(1).integers(0, 256, 30_000_000, np.uint8)
+with open(sys.argv[1], "wb") as stream:
+    data.tofile(stream)
+    stream.flush()
+    os.fsync(stream.fileno())
+    os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+pool = _runtime.Pool([[0, 0, 0]], pin=False)
+buffer = _runtime.HugeBuffer(40_000_000)
+buffer.read_file(sys.argv[1], 4096, 29_000_000, 8192, pool)  # past the page cache; the last piece is no whole page
+assert np.array_equal(contents(buffer)[8192 : 8192 + 29_000_000], data[4096 : 4096 + 29_000_000])
+assert not contents(buffer)[:8192].any() and not contents(buffer)[8192 + 29_000_000 :].any()
+try:
+    buffer.read_file(sys.argv[1], 8192, 30_000_000, 0, pool)
+except RuntimeError as error:
+    assert "file ends too early at offset 30000000" in str(error), error
+else:
+    raise AssertionError("read beyond the end of the file")
+if not sys.argv[2:] and os.fork() == 0:  # a child has the pool's memory but not its threads' contexts
+    pool = _runtime.Pool([[0]], pin=False)
+    again = _runtime.HugeBuffer(8_000_000)
+    again.read_file(sys.argv[1], 0, 8_000_000, 0, pool)
+    os._exit(0 if np.array_equal(contents(again), data[:8_000_000]) else 7)
+if not sys.argv[2:]:
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+"""
+
+
+@pytest.mark.parametrize("forbid", [(), forbidden.ASYNCHRONOUS_READS], ids=["asynchronous", "forbidden"])
+def test_reads_past_the_page_cache(tmp_path: Path, forbid: tuple[int, ...]) -> None:
+    """Weights are read straight into their memory, also where a container forbids io_setup."""
+    if forbid and not forbidden.works():
+        pytest.skip("no seccomp filters here")
+    command = [sys.executable, "-c", UNCACHED, str(tmp_path / "weights.bin"), *map(str, forbid)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_c8_read_errors_name_file_and_offset(tmp_path: Path, pool: Any) -> None:

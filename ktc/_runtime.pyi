@@ -240,6 +240,9 @@ class EmulatedLane:
     def replay(self, number: int) -> dict[str, Any]:
         """A recorded step on the clock (ns, monotonic): `blocks` i64 [blocks, 8], `jobs` i64 [jobs, 4], `end`,
         `differing` (blocks whose output is not the recorded one), `lane_cpu` (ns of its own), `realtime`."""
+    def time_jobs(self, number: int) -> NDArray[np.int64]:
+        """The experts of a recorded step without a timeline: ns of each block, as one job, or as two where the
+        executor defers."""
     def forget(self) -> None: ...
     recorded: int
 

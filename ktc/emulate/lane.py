@@ -140,6 +140,17 @@ class EmulatedLane:
             row=row, cores=cores, lane=raw["lane_cpu"] * 1e-9, realtime=raw["realtime"], **self._per_block(slices, raw)
         )
 
+    def time_jobs(self, number: int, deferred: int) -> NDArray[np.float64]:
+        """Seconds of the experts of each MoE block of a recorded step, with no device beside them: as one job, or as
+        two back to back, of which the second has the `deferred` lowest-weighted ones (the last block: none).
+
+        Raises:
+            KtcError: fewer than two experts would stay immediate.
+        """
+        self.graph.set_deferral(deferred)
+        times: NDArray[np.int64] = self._native.time_jobs(number)
+        return times.astype(np.float64) * 1e-9
+
     def _per_block(self, slices: tuple[Slice, ...], raw: dict[str, Any]) -> dict[str, Any]:
         """The arrays of a `Replay`, by name."""
         moments = raw["blocks"]

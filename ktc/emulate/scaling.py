@@ -50,15 +50,20 @@ def slower_device(hardware: Hardware, factor: float) -> Hardware:
     )
 
 
-def as_measured(hardware: Hardware, plan: Plan, layer_seconds: float, submit: float, sync: float) -> Hardware:
+def as_measured(
+    hardware: Hardware, plan: Plan, layer_seconds: float, submit: float, sync: float, job: float = 0.0
+) -> Hardware:
     """The emulated machine as a profile: `hardware`'s device, and measured experts and callbacks.
 
     Args:
-        layer_seconds: of all routed experts of one layer, one token; every layer takes as long as its bytes ask.
+        layer_seconds: of all routed experts of one layer, one token, in one job; every layer takes as long as its
+            bytes ask.
+        job: seconds of it that are the job's own, which a second one adds. Experts take a tenth at the least.
     """
+    job = min(job, 0.9 * layer_seconds)
     moe = next(m.moe for m in plan.moe_modules() if m.moe)
     nbytes = sum(moe.node_bytes(n) for n in range(len(moe.splits))) * moe.top_k / moe.experts
-    rate = nbytes / layer_seconds
+    rate = nbytes / (layer_seconds - job)
     cpu = Cpu(
         sockets=1,
         cores=hardware.cpu.cores,
@@ -67,6 +72,7 @@ def as_measured(hardware: Hardware, plan: Plan, layer_seconds: float, submit: fl
         peak={"avx512": _FAR},
         amx_min_tokens=hardware.cpu.amx_min_tokens,
         kernels={MEASURED: Kernels(1.0, 1.0)},
+        job=job,
     )
     return replace(hardware, name=f"{hardware.name}, {MEASURED}", cpu=cpu, host=Host(submit, sync))
 
@@ -88,6 +94,7 @@ def profile_yaml(hardware: Hardware, remarks: Sequence[str] = ()) -> str:
             **({"dram_remote_gbs": cpu.dram_remote / 1e9} if cpu.sockets > 1 else {}),
             "peak_tflops": {unit: value / 1e12 for unit, value in cpu.peak.items()},
             "amx_min_tokens": cpu.amx_min_tokens,
+            "job_us": cpu.job * 1e6,
             "kernels": {
                 name: {"dram_fraction": k.dram_fraction, "compute_fraction": k.compute_fraction}
                 for name, k in cpu.kernels.items()

@@ -3,6 +3,8 @@
 First every K records the same real steps (same prompt, same tokens), then all K are replayed in turns: what the rest
 of the machine does meanwhile falls on all of them alike. The time of a layer of a step is the median over its
 replays, so that an interruption of one replay is not taken for the layer's own; times of steps are sums of these.
+What a second job costs is measured last, apart from every timeline (jobs.py): of the replays, the simulation knows
+those of K = 0 only.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ktc.emulate.jobs import second_job_seconds
 from ktc.emulate.lane import EmulatedLane, Replay
 from ktc.emulate.scaling import as_measured, slower_device
 from ktc.errors import UsageError
-from ktc.progress import Progress
+from ktc.progress import Progress, status
 from ktc.simulate.costs import decode_costs
 from ktc.simulate.hardware import Hardware
 from ktc.simulate.metrics import Use
@@ -71,7 +74,7 @@ class Sweep:
     """
     Attributes:
         measured, simulated: one per K, in order.
-        hardware: the (scaled) profile with measured experts and callbacks, which `simulated` is of.
+        hardware: the (scaled) profile with measured experts, jobs and callbacks, which `simulated` is of.
         factor: by which the profile's device was slowed down.
         expert_seconds: of a layer's routed experts at K = 0.
         late: median and 95th percentile of the submit callbacks' lateness, seconds.
@@ -123,13 +126,15 @@ def run(lane: EmulatedLane, options: SweepOptions) -> Sweep:
             for k in ks if turn % 2 == 0 else reversed(ks):
                 replays[k].append([lane.replay(number) for number in records[k]])
                 progress.update(len(records[k]))
+    with status("a second expert job"):
+        job = second_job_seconds(lane, records[0])
     lane.forget()
     base = replays[ks[0]]
     seconds = _middle(base, lambda r: r.experts)
     everything = [r for turns in replays.values() for turn in turns for r in turn]
     late = np.concatenate([r.late for r in everything])
     hardware = as_measured(
-        lane.hardware, lane.plan, seconds, _middle(base, lambda r: r.submit), _middle(base, lambda r: r.sync)
+        lane.hardware, lane.plan, seconds, _middle(base, lambda r: r.submit), _middle(base, lambda r: r.sync), job
     )
     costs = decode_costs(lane.plan, hardware, context=lane.context, numa="single")
     return Sweep(

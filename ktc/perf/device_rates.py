@@ -129,8 +129,8 @@ def callback_us(
 
     from ktc import _runtime
 
-    moe = kernels.contestant._moes[0]  # type: ignore[attr-defined]
-    shape = kernels.contestant.weights.shape  # type: ignore[attr-defined]
+    moe = kernels.contestant._moes[0]
+    shape = kernels.contestant.weights.shape
     lane = _runtime.CudaLane([moe], cudart)
     weights_at, ids_at, nbytes = _runtime.cuda_send_layout(shape.hidden, shape.top_k, 1)
     cuda = device.type == "cuda"

@@ -246,6 +246,7 @@ class KtcExperts:
     Args:
         force: part of kernel names to force ("avx512", "amx"), or "" to choose per expert by its tokens.
         min_rows: see `ktc.perf.tuning.Tuning`.
+        top_k: experts of a token; the shape's by default.
     """
 
     settle = 0.001
@@ -260,8 +261,12 @@ class KtcExperts:
         force: str = "",
         scheduling: str = "dynamic",
         min_rows: dict[str, int] | None = None,
+        top_k: int | None = None,
     ) -> None:
         shape, scheme = weights.shape, weights.scheme
+        choice: dict[str, Any] = {"force": force, "scheduling": scheduling, "min_rows": min_rows}
+        self._made_with = lib, pool, choice
+        plan = weights.plan if top_k is None else replace(weights.plan, top_k=top_k)
         self.name = name or f"ktc {scheme.data_type}"
         self.data_type: str = scheme.data_type
         self.bits = shape.bits_per_param(scheme)
@@ -270,9 +275,14 @@ class KtcExperts:
         self.weights = weights
         self._out = np.zeros((0, shape.hidden), np.float32)
         self._moes = [
-            native_moe(lib, pool, weights.plan, pointers, force=force, scheduling=scheduling, min_rows=min_rows or {})
+            native_moe(lib, pool, plan, pointers, force=force, scheduling=scheduling, min_rows=min_rows or {})
             for pointers in weights.pointers
         ]
+
+    def with_top_k(self, top_k: int) -> KtcExperts:
+        """The same weights, called with `top_k` experts a token."""
+        lib, pool, choice = self._made_with
+        return KtcExperts(self.weights, lib, pool, name=f"{self.name} top {top_k}", top_k=top_k, **choice)
 
     def prepare(self, layer: int, x: NDArray[np.float32], routing: Routing) -> Callable[[], None]:
         tokens, hidden = x.shape

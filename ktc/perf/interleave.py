@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ktc.perf.experts import Contestant
 from ktc.perf.limits import Sampler
-from ktc.perf.routing import Deck, Routing
+from ktc.perf.routing import Dealer, Routing
 
 _BURST_SECONDS = 0.03
 _MAX_BURST = 24
@@ -62,8 +62,20 @@ def interleave(
     Returns:
         one Timing per contestant, in order.
     """
-    timings = [Timing() for _ in contestants]
-    turns = [_Turn(c, inputs, routings, seed + i) for i, c in enumerate(contestants)]
+    dealers = [Dealer(np.random.default_rng(seed + i), c.layers, c.experts) for i, c in enumerate(contestants)]
+    turns = [Turn(c, inputs, routings, dealer) for c, dealer in zip(contestants, dealers, strict=True)]
+    return take_turns(turns, seconds, sampler, min_rounds, tick)
+
+
+def take_turns(
+    turns: Sequence[Turn],
+    seconds: float,
+    sampler: Sampler | None = None,
+    min_rounds: int = 3,
+    tick: Callable[[], None] = lambda: None,
+) -> list[Timing]:
+    """`interleave` for contestants that have calls of their own."""
+    timings = [Timing() for _ in turns]
     for turn in turns:
         turn.burst = min(_MAX_BURST, max(1, round(_BURST_SECONDS / max(turn.time_one(), 1e-6))))
     spent = [0.0] * len(turns)
@@ -80,27 +92,25 @@ def interleave(
     return timings
 
 
-class _Turn:
-    """One contestant's place in the sequence of calls."""
+class Turn:
+    """One contestant's place in the sequence of calls; contestants over the same weights share their `dealer`."""
 
     def __init__(
         self,
         contestant: Contestant,
         inputs: Sequence[NDArray[np.float32]],
         routings: Sequence[Routing],
-        seed: int,
+        dealer: Dealer,
     ) -> None:
         self.contestant, self.inputs, self.routings = contestant, inputs, routings
-        rng = np.random.default_rng(seed)
-        self._decks = [Deck(rng, contestant.experts) for _ in range(contestant.layers)]
+        self._dealer = dealer
         self._count = 0
         self.burst = 1
 
     def _next(self) -> tuple[Callable[[], None], int]:
         i = self._count
         self._count += 1
-        layer = i % self.contestant.layers
-        routing = self._decks[layer].deal(self.routings[i % len(self.routings)])
+        layer, routing = self._dealer.deal(self.routings[i % len(self.routings)])
         return self.contestant.prepare(layer, self.inputs[i % len(self.inputs)], routing), routing.active
 
     def time_one(self) -> float:

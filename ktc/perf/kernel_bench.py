@@ -99,7 +99,7 @@ def run(options: Options, extra: Factory | None = None, say: Callable[[str], Non
         gc.collect()
         say(f"{shape.name}: making weights")
         dense = random_experts(shape, options.seed)
-        contestants = ktc_contestants(options, shape, dense, pool, report, say)
+        contestants: list[Contestant] = [*ktc_contestants(options, shape, dense, pool, report, say)]
         contestants += _torch_contestants(options, shape, dense, len(cpus), report, say)
         contestants += extra(shape, dense) if extra else []
         if not contestants:
@@ -124,7 +124,7 @@ def ktc_contestants(
     pool: Any,
     report: Report,
     say: Callable[[str], None],
-) -> list[Contestant]:
+) -> list[KtcExperts]:
     """ktc in each asked format, on one kernel library for all of them."""
     from ktc.codegen.spec import KernelSpecs
     from ktc.perf.tuning import load as load_tuning
@@ -137,7 +137,7 @@ def ktc_contestants(
     lib = kernel_library(specs, options.variant)
     tuning = load_tuning()
     report.about |= {"variant": lib.variant, "force": options.force or "by tokens", "tuning": str(tuning)}
-    out: list[Contestant] = []
+    out: list[KtcExperts] = []
     for name, scheme in schemes.items():
         say(f"{shape.name}: packing {name}")
         layers = layers_for(shape.experts * shape.expert_bytes(scheme), options.working_set)

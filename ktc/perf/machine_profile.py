@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,17 @@ import yaml
 
 from ktc import host
 from ktc.errors import DiskError, KtcError, UsageError
-from ktc.perf import kernel_bench
+from ktc.perf import jobs, kernel_bench
 from ktc.perf.crossover import SHAPE
-from ktc.perf.experts import Contestant
+from ktc.perf.experts import KtcExperts
 from ktc.perf.figures import Report
 from ktc.perf.limits import DRAM_HUGE, Limits, Sampler
-from ktc.perf.shapes import SCHEMES, MoeShape
+from ktc.perf.shapes import SCHEMES, SHAPES, MoeShape
 from ktc.simulate.hardware import peak_unit
 from ktc.simulate.profile import MAX_AMX_MIN_TOKENS, THIS_MACHINE, parse_profile, this_machine_path
 
 ROUNDS = 3
+_SHAPE = replace(SHAPE, top_k=SHAPES["v2lite"].top_k)
 MANY_TOKENS = 512
 """Tokens of the call whose share of the peak becomes `compute_fraction`."""
 _UNITS = {
@@ -76,7 +77,7 @@ def measure_machine(
     amx_min_tokens: int | None = None,
     *,
     seconds: float = 0.3,
-    shape: MoeShape = SHAPE,
+    shape: MoeShape = _SHAPE,
     buffer_bytes: int | None = None,
     working_set: int | None = None,
     say: Callable[[str], None] = lambda _: None,
@@ -122,8 +123,10 @@ def measure_machine(
     cpu["peak_tflops"] = peaks(limits)
     if amx_min_tokens is not None and "amx_int8" in cpu["peak_tflops"]:
         cpu["amx_min_tokens"] = min(max(amx_min_tokens, 1), MAX_AMX_MIN_TOKENS)
+    job = timed[0].line(local).job  # the machine's, so one for all formats
+    cpu["job_us"] = _round(job * 1e6)
     cpu["kernels"] = {
-        "ktc" if i == 0 else f"ktc-{timed[i].format}": timed[i].fractions(local, cpu["peak_tflops"])
+        "ktc" if i == 0 else f"ktc-{timed[i].format}": timed[i].fractions(local, cpu["peak_tflops"], job)
         for i in range(len(timed))
     }
     fields: dict[str, Any] = {
@@ -160,29 +163,44 @@ def peaks(limits: Limits) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class TimedKernels:
-    """The expert kernels of one format: bytes/s with one token, operations/s with many.
+    """The expert kernels of one format.
 
     Attributes:
-        contestant: its layers; `one_token`: seconds of a call of one layer with one token.
+        one_token: seconds of a call of one layer with one token, by its experts: 1, 2, ... top_k.
+        many: seconds of a call with MANY_TOKENS tokens, which does so many `operations`.
+        contestant: its layers.
     """
 
     format: str
     data_type: str
-    read: float
-    done: float
-    one_token: float
-    contestant: Contestant
+    expert_bytes: float
+    one_token: tuple[float, ...]
+    many: float
+    operations: float
+    contestant: KtcExperts
 
-    def fractions(self, dram: float, peak_tflops: dict[str, float]) -> dict[str, float]:
-        """Of the rates that `ktc simulate` will multiply them with."""
+    def line(self, dram: float, job: float | None = None) -> jobs.JobLine:
+        """What of `one_token` is a job's own time and what an expert's; none is read faster than `dram` bytes/s."""
+        return jobs.fit(self.one_token, self.expert_bytes / dram, job)
+
+    def fractions(self, dram: float, peak_tflops: dict[str, float], job: float) -> dict[str, float]:
+        """Of the rates that `ktc simulate` will multiply them with, beside which it counts `job` seconds for each job:
+        so neither fraction has that time in it."""
         peak = peak_unit(self.data_type, peak_tflops, amx=True)
+        work = max(self.many - job, self.many / 2)
         return {
-            "dram_fraction": _fraction(self.read / dram),
-            "compute_fraction": _fraction(self.done / (1e12 * peak_tflops[peak])),
+            "dram_fraction": _fraction(self.expert_bytes / self.line(dram, job).expert / dram),
+            "compute_fraction": _fraction(self.operations / work / (1e12 * peak_tflops[peak])),
         }
 
-    def figures(self) -> dict[str, float]:
-        return {"gbs_at_1_token": _round(self.read / 1e9), f"tops_at_{MANY_TOKENS}_tokens": _round(self.done / 1e12)}
+    def figures(self) -> dict[str, Any]:
+        """As measured: these rates have the job's own time in them."""
+        read = len(self.one_token) * self.expert_bytes / self.one_token[-1]
+        return {
+            "us_at_1_token_by_experts": [_round(1e6 * s) for s in self.one_token],
+            "gbs_at_1_token": _round(read / 1e9),
+            f"tops_at_{MANY_TOKENS}_tokens": _round(self.operations / self.many / 1e12),
+        }
 
 
 def _time_kernels(
@@ -197,20 +215,21 @@ def _time_kernels(
     from ktc.engine.pool import get_pool
     from ktc.perf.experts import random_experts
 
-    options = kernel_bench.Options((shape,), (1, MANY_TOKENS), tuple(formats), (), seconds, working_set=working_set)
+    options = kernel_bench.Options((shape,), (MANY_TOKENS,), tuple(formats), (), seconds, working_set=working_set)
     if unknown := [f for f in formats if f not in SCHEMES]:
         raise UsageError(f"unknown format {unknown[0]!r}", f"one of {', '.join(SCHEMES)}")
     if not formats:
         raise UsageError("no format to measure", f"at least one of {', '.join(SCHEMES)}")
     dense = random_experts(shape, distinct=1)
     made = kernel_bench.ktc_contestants(options, shape, dense, get_pool([cpus]), Report(), say)
-    timings = {t: each for t, each, _ in kernel_bench.measure_shape(options, shape, dense, made, sampler, say)}
-    out = []
-    for name, contestant, one, many in zip(formats, made, timings[1], timings[MANY_TOKENS], strict=True):
-        read = one.mean_active * contestant.expert_bytes / one.median
-        done = shape.operations(MANY_TOKENS) / many.median
-        out.append(TimedKernels(name, contestant.data_type, read, done, one.median, contestant))
-    return out
+    say(f"{shape.name}: one token, 1 to {shape.top_k} experts")
+    ones = jobs.time_by_experts(made, shape.top_k, seconds, sampler)
+    [(_, manies, _)] = kernel_bench.measure_shape(options, shape, dense, made, sampler, say)
+    operations = shape.operations(MANY_TOKENS)
+    return [
+        TimedKernels(name, c.data_type, c.expert_bytes, one, many.median, operations, c)
+        for name, c, one, many in zip(formats, made, ones, manies, strict=True)
+    ]
 
 
 def _remote(cpus: list[int], others: list[int], buffer_bytes: int | None) -> float:

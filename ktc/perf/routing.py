@@ -66,3 +66,18 @@ class Deck:
         turn = self._order[(self._next + np.arange(len(used))) % len(self._order)]
         self._next = (self._next + len(used)) % len(self._order)
         return Routing(np.ascontiguousarray(turn[inverse.reshape(routing.ids.shape)]), routing.weights)
+
+
+class Dealer:
+    """Layers in turn, and a deck for each. Whoever measures the same weights in one run must share one, or what one
+    contestant leaves in the caches would serve the next."""
+
+    def __init__(self, rng: np.random.Generator, layers: int, experts: int) -> None:
+        self._decks = [Deck(rng, experts) for _ in range(layers)]
+        self._count = 0
+
+    def deal(self, routing: Routing) -> tuple[int, Routing]:
+        """The layer whose turn it is, and the same routing on its experts whose turn it is."""
+        layer = self._count % len(self._decks)
+        self._count += 1
+        return layer, self._decks[layer].deal(routing)

@@ -31,7 +31,8 @@ class LayerCost:
         shared: on the device, beside the experts.
         merge: on the device, after the experts.
         top_k: routed experts per token; 0 for a layer without a MoE block.
-        routed: for each socket in use, its seconds for *all* top_k routed experts of all tokens.
+        routed: for each socket in use, its seconds for *all* top_k routed experts of all tokens, without what the
+            jobs that they are handed over in take by themselves (`Costs.job`).
     """
 
     index: int
@@ -50,6 +51,7 @@ class Costs:
         head: seconds of the final norm and lm_head on the device.
         copy: seconds of one copy of the MoE input (or output) over the link, latency included.
         submit, sync: of the host's callbacks.
+        job: seconds that one expert job takes on every socket, whatever it reads.
         shared_lane: the device is the expert pool itself, so nothing overlaps.
     """
 
@@ -60,6 +62,7 @@ class Costs:
     submit: float
     sync: float
     shared_lane: bool
+    job: float = 0.0
 
     @property
     def sockets(self) -> int:
@@ -108,6 +111,7 @@ def _costs(plan: Plan, hardware: Hardware, *, tokens: int, context: float, numa:
         submit=hardware.host.submit if cuda else 0.0,
         sync=hardware.host.sync if cuda else 0.0,
         shared_lane=not cuda,
+        job=hardware.cpu.job,
     )
 
 

@@ -42,6 +42,7 @@ class Cpu:
         dram_local, dram_remote: read rate of one socket's cores from its own and from another socket's memory.
         peak: operations/s of one socket by unit: amx_bf16, amx_int8, avx512, avx512_int8.
         amx_min_tokens: from so many tokens on an expert runs on AMX.
+        job: seconds that an expert job takes by itself, whatever it reads: hand-over, barriers between its phases.
         memory: bytes of one socket's DRAM, or None.
     """
 
@@ -53,6 +54,7 @@ class Cpu:
     amx_min_tokens: int
     kernels: dict[str, Kernels]
     memory: float | None = None
+    job: float = 0.0
 
     def peak_for(self, data_type: DataType, tokens: float) -> float:
         """Operations/s of a socket for an expert with so many tokens."""

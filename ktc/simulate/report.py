@@ -95,6 +95,7 @@ def to_json(sim: Simulation) -> dict[str, Any]:
             "seconds": sim.prefill_seconds,
             "tokens_per_second": sim.prompt / sim.prefill_seconds,
         },
+        "job_seconds": sim.decode.job,
         "layers": [asdict(layer) for layer in sim.decode.layers],
         "notes": list(sim.notes),
     }

@@ -5,7 +5,8 @@ router weight: O_l = I_l + S(I_l) + R^imm_l(I_l) + R^def_{l-1}(I_{l-1}); the las
 The device works in program order, as one CUDA stream does: attention, norms and router; the copy out; the
 submit callback, which queues the layer's immediate experts and then its deferred ones; the shared experts;
 the sync callback, which waits for the immediate experts of this layer and the deferred ones of the layer
-before; the copy back; the additions. The pool takes what was queued in order.
+before; the copy back; the additions. The pool takes what was queued in order. Immediate and deferred experts of a
+layer are a job each, and a job costs something by itself: a layer that defers pays that twice.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class _Builder:
         if count == 0:
             return ()
         return tuple(
-            self._add(kind, layer.index, cpu_lane(socket), seconds * count / layer.top_k, after)
+            self._add(kind, layer.index, cpu_lane(socket), seconds * count / layer.top_k + self.costs.job, after)
             for socket, seconds in enumerate(layer.routed)
         )
 

@@ -44,6 +44,17 @@ class Realtime {
   bool on_ = false;
 };
 
+class Observation {
+ public:
+  explicit Observation(Pool& pool) : pool_(pool) { pool_.observe(true); }
+  ~Observation() { pool_.observe(false); }
+  Observation(const Observation&) = delete;
+  Observation& operator=(const Observation&) = delete;
+
+ private:
+  Pool& pool_;
+};
+
 int64_t thread_ns() {
   timespec t;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
@@ -93,7 +104,7 @@ int64_t Lane::record(int64_t id, int64_t position, float* logits) {
   return recorded() - 1;
 }
 
-Replay Lane::replay(int64_t number) {
+void Lane::begin_replay(int64_t number) {
   if (number < 0 || number >= recorded())
     throw std::out_of_range("emulated lane: step " + std::to_string(number) + " was not recorded");
   record_ = &records_[static_cast<size_t>(number)];
@@ -101,8 +112,12 @@ Replay Lane::replay(int64_t number) {
   replay_.blocks.resize(blocks_.size());
   outputs_.resize(blocks_.size());
   for (size_t b = 0; b < blocks_.size(); ++b) outputs_[b].resize(static_cast<size_t>(blocks_[b].hidden));
-  pool_->observe(true);
-  try {
+}
+
+Replay Lane::replay(int64_t number) {
+  begin_replay(number);
+  {
+    const Observation observation(*pool_);
     const Realtime priority;
     replay_.realtime = priority.on();
     const int64_t cpu = thread_ns();
@@ -112,16 +127,30 @@ Replay Lane::replay(int64_t number) {
     sleep_until(now_);
     replay_.end = now_;
     replay_.lane_cpu = thread_ns() - cpu;
-  } catch (...) {
-    pool_->observe(false);
-    throw;
+    replay_.jobs = pool_->job_times();
   }
-  replay_.jobs = pool_->job_times();
-  pool_->observe(false);
   for (size_t b = 0; b < blocks_.size(); ++b)
     if (std::memcmp(outputs_[b].data(), (*record_)[b].y.data(), outputs_[b].size() * sizeof(float)) != 0)
       replay_.differing.push_back(static_cast<int64_t>(b));
   return std::move(replay_);
+}
+
+std::vector<int64_t> Lane::time_jobs(int64_t number) {
+  begin_replay(number);
+  const Observation observation(*pool_);
+  {
+    const Realtime priority;  // or what is submitted second might come late
+    run(Mode::kJobs, 0, 0, sink_.data());
+  }
+  const std::vector<Pool::JobTimes> jobs = pool_->job_times();
+  std::vector<int64_t> out;
+  size_t taken = 0;
+  for (const Moments& m : replay_.blocks) {
+    const int64_t begun = jobs.at(taken).begun;
+    taken += static_cast<size_t>(m.jobs);
+    out.push_back(jobs.at(taken - 1).done - begun);
+  }
+  return out;
 }
 
 void Lane::run(Mode mode, int64_t id, int64_t position, float* logits) {
@@ -153,15 +182,21 @@ bool Lane::before(size_t index, const graph::Step& step) {
     return true;
   }
   Moments& m = replay_.blocks[block_];
+  if (mode_ == Mode::kJobs) {
+    if (at == block.submit) {
+      hand_over(step);
+      return true;
+    }
+    collect_all();
+    ++block_;
+    return false;
+  }
   if (at == block.submit) {
     m.begin = now_;
     m.submit_due = now_ + times_[block_].before;
     sleep_until(m.submit_due);
     m.submit_begin = now_ns();
-    std::copy_n(routed.x.data(), hidden, step.at(block.x));
-    std::copy_n(routed.weights.data(), k, step.at(block.weights));
-    std::copy_n(routed.ids.data(), k, step.at<int64_t>(block.ids));
-    m.jobs = -static_cast<int64_t>(pool_->observed());
+    hand_over(step);
   } else {
     m.collect_due = m.submit_end + times_[block_].between;
     sleep_until(m.collect_due);
@@ -190,6 +225,27 @@ void Lane::after(size_t index, const graph::Step& step) {
   std::copy_n(step.at(block.y), block.hidden, outputs_[block_].data());
   now_ = m.collect_end + times_[block_].after;
   ++block_;
+}
+
+// What was recorded is what the submit node of this block reads; its jobs are counted from here.
+void Lane::hand_over(const graph::Step& step) {
+  const Block& block = blocks_[block_];
+  const Routed& routed = (*record_)[block_];
+  std::copy_n(routed.x.data(), routed.x.size(), step.at(block.x));
+  std::copy_n(routed.weights.data(), routed.weights.size(), step.at(block.weights));
+  std::copy_n(routed.ids.data(), routed.ids.size(), step.at<int64_t>(block.ids));
+  replay_.blocks[block_].jobs = -static_cast<int64_t>(pool_->observed());
+}
+
+// Waits for everything that this block has submitted: the deferred experts first, which end last.
+void Lane::collect_all() {
+  graph::Mailbox& mail = executor_->mailbox();
+  for (graph::Mailbox::Ticket* ticket : {&mail.posted, &mail.immediate}) {
+    if (!*ticket) continue;
+    const graph::Mailbox::Ticket due = *ticket;
+    *ticket = {};
+    due.experts->collect(due.id, outputs_[block_].data(), due.rows);
+  }
 }
 
 // Where the pool is idle: sleeps until shortly before, by how late the kernel usually wakes us, and spins for

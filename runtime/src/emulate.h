@@ -59,6 +59,10 @@ class Lane final : private graph::StepHook {
   // Step `number` again on the clock, deferring as the executor does now. Neither caches nor logits are
   // touched.
   Replay replay(int64_t number);
+  // The experts of step `number` without a timeline: nanoseconds of each block from its first task to the end
+  // of its last job. A block is one job, or two back to back where the executor defers; it begins when the
+  // one before is done.
+  std::vector<int64_t> time_jobs(int64_t number);
   // Drops all recorded steps.
   void forget() { records_.clear(); }
   int64_t recorded() const { return static_cast<int64_t>(records_.size()); }
@@ -68,11 +72,14 @@ class Lane final : private graph::StepHook {
     std::vector<float> x, weights, y;
     std::vector<int64_t> ids;
   };
-  enum class Mode { kRecord, kReplay };
+  enum class Mode { kRecord, kReplay, kJobs };
 
   bool before(size_t index, const graph::Step& step) override;
   void after(size_t index, const graph::Step& step) override;
   void run(Mode mode, int64_t id, int64_t position, float* logits);
+  void begin_replay(int64_t number);
+  void hand_over(const graph::Step& step);
+  void collect_all();
   void sleep_until(int64_t due);
 
   const std::shared_ptr<graph::Executor> executor_;

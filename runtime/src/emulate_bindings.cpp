@@ -56,6 +56,15 @@ py::dict replay(Lane& lane, int64_t number) {
                   "lane_cpu"_a = r.lane_cpu, "realtime"_a = r.realtime);
 }
 
+py::array_t<int64_t> time_jobs(Lane& lane, int64_t number) {
+  std::vector<int64_t> times;
+  {
+    py::gil_scoped_release release;
+    times = lane.time_jobs(number);
+  }
+  return py::array_t<int64_t>(static_cast<py::ssize_t>(times.size()), times.data());
+}
+
 }  // namespace
 
 void bind_emulate(py::module_& m) {
@@ -71,6 +80,7 @@ void bind_emulate(py::module_& m) {
           "times"_a, "tail"_a)
       .def("record", &record, "token"_a, "position"_a, "logits"_a)
       .def("replay", &replay, "number"_a)
+      .def("time_jobs", &time_jobs, "number"_a)
       .def("forget", &Lane::forget)
       .def_property_readonly("recorded", &Lane::recorded);
 }

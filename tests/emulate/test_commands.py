@@ -51,6 +51,7 @@ def test_bench_emulate(kernels: str, tmp_path: Path) -> None:
     assert [row["deferred"] for row in data["decode"]] == [0, 1, 2]
     assert {"submit", "immediate", "attention", "shared", "sync", "copy out", "copy back", "merge"} <= kinds(trace)
     assert load_profile(saved).host.submit == pytest.approx(data["submit_seconds"])
+    assert load_profile(saved).cpu.job == pytest.approx(data["job_seconds"])
 
 
 @pytest.mark.parametrize("data_type", ["int4", "int8", "bf16"])

@@ -119,6 +119,22 @@ def test_a_replay_that_comes_to_other_results_is_an_error(lane: EmulatedLane) ->
         lane.replay(number)
 
 
+def test_jobs_without_a_timeline_leave_nothing_behind(lane: EmulatedLane) -> None:
+    """Whatever is deferred, every block's experts take their time, and steps and replays come to what they did."""
+    want = plain(lane.graph, [11], 2)
+    lane.graph.step(PROMPT, 0)
+    number, _ = lane.record(11, len(PROMPT), 0)
+    for deferred in (0, 1, TOP_K - 2, 0):
+        times = lane.time_jobs(number, deferred)
+        assert times.shape == (LAYERS,) and (times > 0).all()
+        lane.replay(number)  # raises if an output differs
+    with pytest.raises(KtcError, match="fewer than 2"):
+        lane.time_jobs(number, TOP_K - 1)
+    with pytest.raises(IndexError, match="not recorded"):
+        lane.time_jobs(number + 1, 0)
+    assert np.array_equal(plain(lane.graph, [11], 2), want)
+
+
 def test_refused_steps_leave_the_lane_usable(lane: EmulatedLane) -> None:
     with pytest.raises(IndexError, match="vocabulary"):
         lane.record(1 << 30, 0, 0)

@@ -29,12 +29,21 @@ def test_measured_experts_are_what_the_simulator_then_assumes(
     plan = stack[1]
     costs = decode_costs(plan, as_measured(paper, plan, 1.5e-3, 3e-5, 2e-5), numa="tp")
     assert all(c.routed == pytest.approx((1.5e-3,)) for c in costs.layers)
-    assert (costs.submit, costs.sync) == (3e-5, 2e-5)
+    assert (costs.submit, costs.sync) == (3e-5, 2e-5) and costs.job == 0
+
+
+def test_the_time_of_a_layer_has_one_job_in_it(stack: tuple[GraphExecutor, Plan], paper: Hardware) -> None:
+    """So K = 0 stays as measured, whatever a job takes; a job that takes it all leaves a tenth for the experts."""
+    plan = stack[1]
+    for job in (4e-4, 3.0):
+        costs = decode_costs(plan, as_measured(paper, plan, 1.5e-3, 3e-5, 2e-5, job))
+        assert costs.job == min(job, 1.35e-3)
+        assert all(c.routed[0] + costs.job == pytest.approx(1.5e-3) for c in costs.layers)
 
 
 def test_the_written_profile_is_the_same_machine(stack: tuple[GraphExecutor, Plan], paper: Hardware) -> None:
     plan = stack[1]
-    measured = as_measured(slower_device(paper, 1.7), plan, 1.5e-3, 3e-5, 2e-5)
+    measured = as_measured(slower_device(paper, 1.7), plan, 1.5e-3, 3e-5, 2e-5, 4e-4)
     read = parse_profile(profile_yaml(measured, ["a remark"]), "measured.yaml")
     for k in (0, 3):
         a, b = (decode_row(decode_costs(plan, h), k) for h in (measured, read))

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from ktc.cli.main import cli
 from ktc.errors import DiskError, KtcError
-from ktc.perf import limits, machine_profile
-from ktc.perf.shapes import MoeShape
+from ktc.perf import jobs, limits, machine_profile
+from ktc.perf.shapes import SCHEMES, MoeShape
 from ktc.simulate import ProfileError, load_profile, simulate
 from tests.cli.runner import ktc
 from tests.cuda.conftest import FakeCuda, fake, fake_path  # noqa: F401 - fixtures
@@ -40,11 +40,15 @@ def test_what_is_measured_is_what_simulate_reads(own_config: Path) -> None:
     assert cpu.dram_local == pytest.approx(1e9 * fields["dram_local_gbs"]) and cpu.dram_local > 1e8
     assert cpu.amx_min_tokens == (7 if "amx_int8" in cpu.peak else 5)
     assert list(cpu.kernels) == ["ktc", "ktc-bf16"] and cpu.peak["avx512"] > 1e9
-    # a fraction times the rate that it is of gives back what was measured, unless that was more than all
+    # job and fractions together give back the times that were measured: the line's mean is theirs
     raw, ours = profile.fields["measured"]["kernels"]["int4"], cpu.kernels["ktc"]
-    read, done = raw["gbs_at_1_token"] * 1e9, raw["tops_at_512_tokens"] * 1e12
-    assert ours.dram_fraction * cpu.dram_local == pytest.approx(min(read, cpu.dram_local), rel=2e-3)
-    assert ours.compute_fraction * cpu.peak_for("int4", 512) == pytest.approx(done, rel=2e-3)
+    times, expert = raw["us_at_1_token_by_experts"], SHAPE.expert_bytes(SCHEMES["int4"])
+    assert len(times) == SHAPE.top_k and raw["gbs_at_1_token"] == pytest.approx(2e-3 * expert / times[-1], rel=2e-3)
+    line = jobs.fit([t * 1e-6 for t in times], expert / cpu.dram_local)
+    assert cpu.job == pytest.approx(line.job, abs=2e-9 * max(times)) and cpu.job >= 0
+    assert expert / (ours.dram_fraction * cpu.dram_local) == pytest.approx(line.expert, rel=5e-2)
+    done = raw["tops_at_512_tokens"] * 1e12
+    assert done <= ours.compute_fraction * cpu.peak_for("int4", 512) * (1 + 2e-3) <= 2.01 * done
     sim = simulate(small_plan(nodes=cpu.sockets), hardware)
     assert sim.auto == 0 and any("has no device" in note for note in sim.notes)
 
@@ -76,10 +80,32 @@ def test_units_that_a_machine_lacks_are_left_out() -> None:
         machine_profile.peaks(rates_of(dram_huge=1.0))
 
 
+def timed(one_token: tuple[float, ...], expert_bytes: float = 1e6) -> machine_profile.TimedKernels:
+    """int4 kernels; many tokens do 3e9 operations in 1.1 ms."""
+    return machine_profile.TimedKernels("int4", "int4", expert_bytes, one_token, 1.1e-3, 3e9, None)  # type: ignore[arg-type]
+
+
+def test_what_a_job_takes_is_in_neither_fraction() -> None:
+    """Calls of 100 us and 250 us an expert: 1 MB in 250 us is 4 GB/s, and 1 ms of the 1.1 ms is arithmetic."""
+    kernels = timed((350e-6, 600e-6, 850e-6))
+    line = kernels.line(8e9)
+    assert (line.job, line.expert) == (pytest.approx(100e-6), pytest.approx(250e-6))
+    found = kernels.fractions(8e9, {"avx512": 1.0, "amx_int8": 6.0}, line.job)
+    assert found == {"dram_fraction": 0.5, "compute_fraction": 0.5}
+    assert kernels.fractions(8e9, {"avx512": 4.0, "avx512_int8": 12.0}, line.job)["compute_fraction"] == 0.25
+    assert kernels.figures()["gbs_at_1_token"] == pytest.approx(3e-3 / 850e-6, rel=1e-3)
+    # another format's job: the slope alone gives way, so that the times are met as well as can be
+    assert kernels.fractions(8e9, {"avx512": 6.0}, 0.0)["dram_fraction"] < 0.5
+
+
 def test_more_than_all_counts_as_all() -> None:
-    timed = machine_profile.TimedKernels("int4", "int4", 9e9, 3e12, 1e-3, None)  # type: ignore[arg-type]
-    assert timed.fractions(8e9, {"avx512": 1.0, "amx_int8": 6.0}) == {"dram_fraction": 1.0, "compute_fraction": 0.5}
-    assert timed.fractions(18e9, {"avx512": 4.0, "avx512_int8": 12.0})["compute_fraction"] == 0.25
+    """No expert is read faster than DRAM gives it; what that makes too slow is taken from the job."""
+    kernels = timed((300e-6, 350e-6, 400e-6))
+    line = kernels.line(8e9)
+    assert line.expert == 125e-6 and line.job == pytest.approx(100e-6)
+    found = kernels.fractions(8e9, {"avx512": 6.0}, line.job)
+    assert found["dram_fraction"] == 1.0 and found["compute_fraction"] == 0.5
+    assert timed((1e-3,)).fractions(8e9, {"avx512": 1.0}, 1.0)["compute_fraction"] == 1.0  # a job longer than the call
 
 
 @pytest.mark.parametrize(("formats", "says"), [((), "no format"), (("int5",), "unknown format 'int5'")])
@@ -159,8 +185,8 @@ def test_callbacks_are_timed_on_a_lane(fake: FakeCuda) -> None:  # noqa: F811
 
     cpus = default_cpus(1)
     sampler = Sampler(cpus, [DRAM_HUGE], [1], 16 << 20)
-    timed = machine_profile._time_kernels(("int8",), SHAPE, cpus, sampler, 0.0, 1 << 20, lambda _: None)
-    submit, sync = callback_us(timed[0], torch.device("cpu"), 0.0, fake.path)
+    kernels = machine_profile._time_kernels(("int8",), SHAPE, cpus, sampler, 0.0, 1 << 20, lambda _: None)
+    submit, sync = callback_us(kernels[0], torch.device("cpu"), 0.0, fake.path)
     assert submit == sync and 0 <= submit < 1e6
 
 

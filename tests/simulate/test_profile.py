@@ -51,6 +51,7 @@ def test_units_and_defaults() -> None:
     assert (h.name, h.file, h.cpu.dram_remote, h.device.peak, h.link.latency) == ("p", "p.yaml", 100e9, 100e12, 8e-6)
     assert h.device.kernels == {**DEFAULT_KERNELS, "router": 7}
     assert h.cpu.peak_for("bf16", 64) == 20e12
+    assert h.cpu.job == 0 and parse_profile(GPU.replace("  sockets:", "  job_us: 8\n  sockets:"), "p").cpu.job == 8e-6
     assert h.cpu.peak_for("bf16", 1) == h.cpu.peak_for("int4", 64) == h.cpu.peak_for("fp32", 64) == 2e12
 
 
@@ -89,6 +90,9 @@ def test_a_machine_without_a_gpu_needs_no_gpu_fields() -> None:
         ("{router: 7}", "{rooter: 7}", ":17:13: device.kernels: unknown key 'rooter'", "did you mean router?"),
         ("{router: 7}", "7", ":17:12: device.kernels: '7' is not a mapping", None),
         ("link: {gbs: 20, latency_us: 8}\n", "", "'link' is missing, and the device is a GPU", "docs/simulate.md"),
+        ("sockets: 2", "job_us: -1\n  sockets: 2", ":3:11: cpu.job_us: '-1' is not a time of 0 or more", None),
+        ("sockets: 2", "job_us: some\n  sockets: 2", ":3:11: cpu.job_us: 'some' is not a time of 0 or more", None),
+        ("sockets: 2", "job_us: .nan\n  sockets: 2", ":3:11: cpu.job_us: nan is not a finite number", None),
         ("version: 1", "version: 2", ":1:10: version: '2' is not one of 1", None),
         (
             "  kernels:\n    ktc: {dram_fraction: 0.8, compute_fraction: 0.3}",

@@ -21,10 +21,16 @@ from tests.simulate.conftest import small_plan
 HARDWARE = load_profile("paper-2x8452y-a100")
 
 
-def costs(attention: float = 5.0, routed: tuple[float, ...] = (8.0, 8.0), layers: int = 6, top_k: int = 8) -> Costs:
+def costs(
+    attention: float = 5.0,
+    routed: tuple[float, ...] = (8.0, 8.0),
+    layers: int = 6,
+    top_k: int = 8,
+    job: float = 0.0,
+) -> Costs:
     """Whole numbers, so that times can be worked out by hand. Layer 0 is dense."""
     moe = [LayerCost(i, attention, 2.0, 1.0, top_k, routed) for i in range(1, layers)]
-    return Costs(1, (LayerCost(0, 10.0), *moe), head=4.0, copy=0.5, submit=0.25, sync=0.25, shared_lane=False)
+    return Costs(1, (LayerCost(0, 10.0), *moe), head=4.0, copy=0.5, submit=0.25, sync=0.25, shared_lane=False, job=job)
 
 
 def test_k0_is_the_closed_form() -> None:
@@ -54,6 +60,63 @@ def test_deferral_by_hand() -> None:
     more = costs(routed=(16.0, 16.0))  # two a piece: the fourth fills the gap
     assert [round(decode_row(more, k).layer_seconds, 6) for k in range(6)] == [23.5, 21.5, 19.5, 17.5, 16.0, 16.0]
     assert decode_row(more, 4).layer.cpu == pytest.approx(1.0)
+
+
+def test_a_deferring_layer_is_two_jobs_moment_by_moment() -> None:
+    """A job takes half a unit by itself: a layer pays it once with K = 0, twice with K = 2, the last layer once."""
+    moments = {(s.task.layer, s.task.kind): (s.start, s.end) for s in run(build(costs(layers=4, job=0.5), 2))}
+    assert moments == {
+        (0, "attention"): (0, 10),
+        (1, "attention"): (10, 15),
+        (1, "copy out"): (15, 15.5),
+        (1, "submit"): (15.5, 15.75),
+        (1, "immediate"): (15.75, 22.25),  # six experts of 1, and the job
+        (1, "deferred"): (22.25, 24.75),  # two experts, and their own job
+        (1, "shared"): (15.75, 17.75),
+        (1, "sync"): (17.75, 22.5),
+        (1, "copy back"): (22.5, 23),
+        (1, "merge"): (23, 24),
+        (2, "attention"): (24, 29),
+        (2, "copy out"): (29, 29.5),
+        (2, "submit"): (29.5, 29.75),
+        (2, "immediate"): (29.75, 36.25),
+        (2, "deferred"): (36.25, 38.75),
+        (2, "shared"): (29.75, 31.75),
+        (2, "sync"): (31.75, 36.5),
+        (2, "copy back"): (36.5, 37),
+        (2, "merge"): (37, 38),
+        (3, "attention"): (38, 43),
+        (3, "copy out"): (43, 43.5),
+        (3, "submit"): (43.5, 43.75),
+        (3, "immediate"): (43.75, 52.25),  # all eight, one job
+        (3, "shared"): (43.75, 45.75),
+        (3, "sync"): (45.75, 52.5),
+        (3, "copy back"): (52.5, 53),
+        (3, "merge"): (53, 54),
+        (4, "head"): (54, 58),
+    }
+
+
+def test_jobs_bound_what_deferral_gains() -> None:
+    """A saturated layer is as long as its experts and two jobs; where jobs cost more than the gap, K = 0 is best."""
+    rows = [decode_row(costs(routed=(16.0, 16.0), job=0.5), k) for k in range(6)]
+    assert [row.layer_seconds for row in rows] == pytest.approx([24, 22, 20, 18, 17, 17])
+    assert rows[5].layer.cpu == pytest.approx(1.0)
+    dear = costs(routed=(1.0, 1.0), job=8.0)
+    rows = [decode_row(dear, k) for k in range(dear.max_deferred + 1)]
+    assert [row.layer_seconds for row in rows[:2]] == pytest.approx([16.5, 17])
+    assert auto_deferred(tuple(rows)) == 0
+
+
+def test_the_profile_says_what_a_job_takes_in_decode_and_prefill() -> None:
+    slow = replace(HARDWARE, cpu=replace(HARDWARE.cpu, job=1e-3))
+    plan = small_plan()  # four layers with experts, which take longer than the shared ones
+    free, paid = (simulate(plan, h) for h in (HARDWARE, slow))
+    assert paid.rows[0].token_seconds - free.rows[0].token_seconds == pytest.approx(4e-3)
+    assert paid.prefill_seconds - free.prefill_seconds == pytest.approx(4e-3)
+    assert paid.decode.layers == free.decode.layers and free.decode.job == 0
+    alone = simulate(plan, replace(slow, device=Device("cpu", "the expert pool")))
+    assert alone.auto == 0 and alone.rows[2].token_seconds - alone.rows[0].token_seconds == pytest.approx(3e-3)
 
 
 def test_uneven_sockets_wait_for_the_slower() -> None:

@@ -16,7 +16,11 @@ struct Avx512 {
 
   static constexpr int kIntRows = 8;
   static constexpr int kFloatRows = 4;
-  static constexpr bool kWideInt = false, kWideFloat = false; /* kernels of gemm_wide.h */
+  static constexpr bool kWideInt = false, kWideFloat = true; /* kernels of gemm_wide.h */
+  static constexpr int kWideFloatRows = 12;                  /* rows of sums in registers ... */
+  static constexpr int kWideBothHalves = 6; /* ... of 32 output rows up to so many, of 16 above */
+  /* Widened activations that share L2 with weights, and rows of them that are taken in any case. */
+  static constexpr int64_t kWideFloatBytes = 768 << 10, kWideFloatLeast = 12;
 
   static KTC_INLINE __mmask16 first(int n) { return __mmask16((1u << n) - 1u); }
 
@@ -170,6 +174,15 @@ struct Avx512 {
   static KTC_INLINE F bf16_even(B a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); }
   static KTC_INLINE F bf16_odd(B a) {
     return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(int32_t(0xffff0000u))));
+  }
+  static KTC_INLINE void settle(F*) {}
+  /* 64 bytes of bf16 activations -> 64 bytes for even and 64 for odd k, as fp32. */
+  template <bool Integer>
+  static KTC_INLINE void widen(const uint8_t* p, uint8_t* out) {
+    static_assert(!Integer, "bytes are multiplied as they are");
+    const B x = bload(p);
+    _mm512_storeu_ps(out, bf16_even(x));
+    _mm512_storeu_ps(out + 64, bf16_odd(x));
   }
   static KTC_INLINE void prefetch(const uint8_t* p) {
     _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0);

@@ -2,12 +2,24 @@
 #ifndef KTC_KERNELS_VECTOR_ENTRY_H
 #define KTC_KERNELS_VECTOR_ENTRY_H
 
+#include "ktc/kernels/gemm_chunks.h"
 #include "ktc/kernels/gemm_float.h"
 #include "ktc/kernels/gemm_int.h"
 #include "ktc/kernels/gemm_wide.h"
 #include "ktc/kernels/quantize.h"
 
 namespace ktc {
+
+template <class S, class V>
+constexpr int64_t scratch_bytes() {
+  if constexpr (is_wide<S, V>()) {
+    return wide_scratch_bytes<S, V>();
+  } else if constexpr (is_chunked<S, V>()) {
+    return kChunkScratchBytes;
+  } else {
+    return vector_scratch_bytes<S>();
+  }
+}
 
 template <class S, class V, int Epilogue>
 int vector_gemm(const ktc_gemm_args* args) {
@@ -16,6 +28,12 @@ int vector_gemm(const ktc_gemm_args* args) {
   if constexpr (is_wide<S, V>()) {
     if (args->scratch && S::k(args->k) <= kWideMaxK && args->m_end - args->m_begin >= wide_min_rows<S>()) {
       gemm_wide<Spec<S::kFormat, S::kScale, S::kGroup, 0>, V>(*args, Epilogue); /* one code for every K */
+      return KTC_OK;
+    }
+  }
+  if constexpr (is_chunked<S, V>()) {
+    if (args->scratch && args->m_end - args->m_begin > V::kIntRows) {
+      gemm_chunks<S, V>(*args, Epilogue);
       return KTC_OK;
     }
   }
@@ -36,7 +54,7 @@ constexpr ktc_gemm_kernel vector_kernel(const char* name) {
                          int32_t(S::kGroup),
                          0,
                          S::kK,
-                         is_wide<S, V>() ? wide_scratch_bytes<S>() : vector_scratch_bytes<S>(),
+                         scratch_bytes<S, V>(),
                          &vector_gemm<S, V, Epilogue>,
                          &quantize<S, V>,
                          name};

@@ -20,22 +20,24 @@ constexpr bool is_wide() {
   return S::kFormat == KTC_BF16 ? V::kWideFloat : S::kInteger && !S::kGroupScale && V::kWideInt;
 }
 
+/* Of one step of `rows` rows: all rows of a step lie together, so that a group of them is one stream. An odd
+ * number of lines, so that steps do not fall into the same cache sets. */
+constexpr int64_t wide_step_bytes(int64_t rows) { return rows * kWideStep + kRowBytes; }
 /* Rows widened at a time: as many as leave a block of weights room in L2. */
-template <class S>
-constexpr int64_t wide_rows() {
-  return S::kFormat == KTC_BF16 ? 24 : 64;
+template <class S, class V>
+constexpr int64_t wide_rows(int64_t k) {
+  if (S::kFormat != KTC_BF16) return 64;
+  constexpr int64_t kMost = 96;
+  const int64_t fit =
+      V::kWideFloatBytes / (k / S::kStepK * kWideStep) / V::kWideFloatRows * V::kWideFloatRows;
+  return fit > kMost ? kMost : fit > V::kWideFloatLeast ? fit : V::kWideFloatLeast;
 }
 /* Rows of sums in registers. */
-template <class S>
+template <class S, class V>
 constexpr int wide_sums() {
-  return S::kFormat == KTC_BF16 ? 3 : 4;
+  return S::kFormat == KTC_BF16 ? V::kWideFloatRows : 4;
 }
 
-/* An odd number of lines, so that the rows of a group never fall into the same cache sets. */
-template <class S>
-constexpr int64_t wide_row_bytes(int64_t k) {
-  return k / S::kStepK * kWideStep + kRowBytes;
-}
 /* Fewer rows than this stream weights through the kernels that widen nothing. */
 template <class S>
 constexpr int64_t wide_min_rows() {
@@ -50,20 +52,26 @@ template <class S>
 constexpr int64_t wide_sum_bytes() {
   return (S::kFormat == KTC_BF16 ? 4 : 2) * kRowBytes;
 }
-template <class S>
+template <class S, class V>
 constexpr int64_t wide_scratch_bytes() {
-  constexpr int64_t k = S::kK != 0 && S::kK < kWideMaxK ? S::kK : kWideMaxK;
-  return wide_panel_bytes<S>() + wide_rows<S>() * (wide_sum_bytes<S>() + wide_row_bytes<S>(k));
+  constexpr int64_t most = S::kK != 0 && S::kK < kWideMaxK ? S::kK : kWideMaxK;
+  int64_t bytes = 0; /* shorter rows may be more */
+  for (int64_t k = S::kK ? most : 64; k <= most; k += 64) {
+    const int64_t rows = wide_rows<S, V>(k);
+    const int64_t needed = rows * wide_sum_bytes<S>() + k / S::kStepK * wide_step_bytes(rows);
+    if (needed > bytes) bytes = needed;
+  }
+  return wide_panel_bytes<S>() + bytes;
 }
 
 /* Rows [m, m + rows) of packed activations -> scratch. */
 template <class S, class V>
 KTC_INLINE void widen_rows(const ktc_gemm_args& a, int64_t k, int64_t m, int64_t rows, uint8_t* out) {
-  const int64_t steps = S::steps(k), stride = wide_row_bytes<S>(k);
+  const int64_t steps = S::steps(k), step = wide_step_bytes(rows);
   for (int64_t r = 0; r < rows; ++r) {
     const uint8_t* x = act_row(a.act, m + r, steps);
     for (int64_t s = 0; s < steps; ++s) {
-      V::template widen<S::kInteger>(x + s * kTile, out + r * stride + s * kWideStep);
+      V::template widen<S::kInteger>(x + s * kTile, out + s * step + r * kWideStep);
     }
   }
 }

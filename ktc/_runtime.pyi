@@ -170,6 +170,13 @@ class DenseScratch:
 class GraphExperts:
     """Unpacked experts of one layer, for `Executor.add`."""
 
+class TableFile:
+    """An embedding table that stays in its file, for `Executor.add`; the file is open as long as this object lives."""
+
+    def __init__(self, path: str | bytes, tensor: str, offset: int, dtype: str, rows: int, cols: int) -> None:
+        """[rows, cols] of "fp32", "bf16" or "fp16" from `offset` on. RuntimeError names the file: it cannot be opened,
+        or ends before the table."""
+
 class Executor:
     """Replays a program: `add` its nodes in order, then `step`. One step at a time."""
 
@@ -199,6 +206,7 @@ class Executor:
         linear: Linear | None = None,
         experts: Moe | GraphExperts | None = None,
         callback: object = None,
+        table: TableFile | None = None,  # of an `embed` node without weights
     ) -> None: ...
     def dense_experts(self, scratch: DenseScratch, **options: object) -> GraphExperts: ...
     def step(self, ids: NDArray[np.int64], position: int, decode: bool, logits: NDArray[np.float32]) -> None:

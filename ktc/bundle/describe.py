@@ -104,7 +104,7 @@ def _groups(bundle: Bundle, lib: Any) -> list[tuple[str, list[ModulePlan]]]:
     if bundle.plan.uses_cuda():  # in which type it computes is settled when it is loaded
         return [(_on_the_device(what), group) for what, group in by_words(bundle.plan, lib)]
     if PROGRAM_FILE in bundle.files:
-        return native_groups(bundle.plan, lib, load_program(bundle).callbacks())
+        return native_groups(bundle.plan, lib, load_program(bundle))
     return by_words(bundle.plan, lib)
 
 

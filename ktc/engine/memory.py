@@ -1,4 +1,5 @@
-"""Memory for a bundle's weights: whether they fit, asked before anything is read; then allocated and filled.
+"""Memory for a bundle's weights: whether they fit, asked before anything is read; then allocated and filled. And
+tables that take none.
 
 For the eager and the native engine; no torch.
 """
@@ -14,6 +15,7 @@ from ktc.host import CGROUP
 from ktc.progress import format_bytes
 
 MEMINFO = Path("/proc/meminfo")
+_WHOLE = "ktc verify says whether the bundle is whole"
 
 
 def check_memory(
@@ -57,7 +59,21 @@ def read_weights(buffer: Any, file: Path, offset: int, nbytes: int, at: int, poo
     try:
         buffer.read_file(os.fsencode(file), offset, nbytes, at, pool)
     except RuntimeError as error:
-        raise BundleError(f"cannot read weights: {error}", "ktc verify says whether the bundle is whole") from error
+        raise BundleError(f"cannot read weights: {error}", _WHOLE) from error
+
+
+def open_table(file: Path, tensor: str, offset: int, dtype: str, rows: int, cols: int) -> Any:
+    """A `_runtime.TableFile`: a table that stays in its file, open as long as the object lives.
+
+    Raises:
+        BundleError: the file is too short, or cannot be opened.
+    """
+    from ktc import _runtime
+
+    try:
+        return _runtime.TableFile(os.fsencode(file), tensor, offset, dtype, rows, cols)
+    except RuntimeError as error:
+        raise BundleError(f"cannot read weights: {error}", _WHOLE) from error
 
 
 def available_memory() -> int | None:

@@ -8,7 +8,7 @@ pointers: whoever keeps it must keep the `Weights` too (`GraphExecutor` does).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,14 @@ class Weights(Protocol):
 
     def callback(self, node: Node) -> Callback:
         """Hugging Face's code of a `callback` node's module."""
+
+
+@runtime_checkable
+class FileTables(Protocol):
+    """Weights that can leave a table in its file."""
+
+    def table(self, name: str) -> Any:
+        """The `_runtime.TableFile` of a parameter whose rows `embed` looks up; None: it is in memory, see `matrix`."""
 
 
 def check_deferral(program: Program, n_deferred: int | None, n_skipped: int) -> None:
@@ -135,7 +143,9 @@ class GraphExecutor:
             experts = self._unpacked_experts(node)
         elif node.op == "moe_submit":
             experts = self.weights.experts(node.module)
-        refs = {} if packed or node.op == "moe_submit" else {r: self._ref(node, r) for r in node.weights}
+        table = self._table(node)
+        elsewhere = packed or table is not None or node.op == "moe_submit"
+        refs = {} if elsewhere else {r: self._ref(node, r) for r in node.weights}
         self.native.add(
             node.op,
             node.name,
@@ -147,7 +157,13 @@ class GraphExecutor:
             linear=self.weights.linear(node) if packed else None,
             experts=experts,
             callback=self.weights.callback(node) if node.op == "callback" else None,
+            table=table,
         )
+
+    def _table(self, node: Node) -> Any:
+        if node.op != "embed" or not isinstance(self.weights, FileTables):
+            return None
+        return self.weights.table(node.weights["weight"])
 
     def _ref(self, node: Node, role: str) -> WeightRef:
         name = node.weights[role]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ktc.engine.placement import NodePlacement
 from ktc.graph.ir import Program
+from ktc.native.weights import row_tables
 from ktc.plan.names import group_name
 from ktc.progress import format_bytes, format_seconds
 
@@ -47,8 +47,7 @@ class NativeReport:
 
     @property
     def layers(self) -> list[tuple[str, str]]:
-        called = self.program.callbacks() if self.program is not None else []
-        return describe_native(self.plan, self.lib, called) if self.plan is not None else []
+        return describe_native(self.plan, self.lib, self.program) if self.plan is not None else []
 
     def lines(self) -> list[str]:
         share = self.huge_bytes / self.weight_bytes if self.weight_bytes else 0.0
@@ -73,15 +72,18 @@ class NativeReport:
         return out + [f"  degraded: {reason}" for reason in self.degraded]
 
 
-def describe_native(plan: Plan, lib: Any, called: Sequence[str] = ()) -> list[tuple[str, str]]:
+def describe_native(plan: Plan, lib: Any, program: Program | None = None) -> list[tuple[str, str]]:
     """(where, what it runs on); what the eager engine leaves to Hugging Face runs on the graph's operators here, but
-    for the modules `called` and those below them."""
-    return [(group_name([m.name for m in group]), what) for what, group in native_groups(plan, lib, called)]
+    for the modules that the program calls and those below them."""
+    return [(group_name([m.name for m in group]), what) for what, group in native_groups(plan, lib, program)]
 
 
-def native_groups(plan: Plan, lib: Any, called: Sequence[str]) -> list[tuple[str, list[ModulePlan]]]:
+def native_groups(plan: Plan, lib: Any, program: Program | None) -> list[tuple[str, list[ModulePlan]]]:
     """(what it runs on, modules), as `ktc.engine.report.by_words`, for a model on the graph."""
     from ktc.engine.report import by_words
+
+    called = program.callbacks() if program is not None else []
+    in_file = row_tables(program) if program is not None else set()
 
     def is_called(name: str) -> bool:
         return any(name == module or name.startswith(f"{module}.") for module in called)
@@ -89,5 +91,8 @@ def native_groups(plan: Plan, lib: Any, called: Sequence[str]) -> list[tuple[str
     out = []
     for what, group in by_words(replace(plan, modules=tuple(m for m in plan.modules if not is_called(m.name))), lib):
         what = what.replace("latent attention, torch fp32", "latent attention, native fp32")
-        out.append((re.sub(r"^Hugging Face (\w+), fp32", r"native graph (\1), weights as stored", what), group))
+        what = re.sub(r"^Hugging Face (\w+), fp32", r"native graph (\1), weights as stored", what)
+        if all(f"{m.name}.weight" in in_file for m in group):
+            what = what.replace(" as stored", " as stored, rows read from its file when used", 1)
+        out.append((what, group))
     return out + by_words(replace(plan, modules=tuple(m for m in plan.modules if is_called(m.name))), lib)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ktc.graph.ir import Program
-from ktc.native.weights import wanted_tensors
+from ktc.native.weights import find_tensor, row_tables, wanted_tensors
 
 if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def weight_bytes_per_token(bundle: Bundle, program: Program, n_skipped: int = 0) -> int:
     """Bytes of weights that one decode step of one sequence reads, each once; caches and activations are not counted.
 
-    Of a MoE block the share of its chosen experts, of the embedding one row unless a linear multiplies by the same
-    tensor. Modules that are callbacks into torch are not counted: their reads are not ktc's.
+    Of a MoE block the share of its chosen experts, of an embedding one row, from the page cache, unless a linear
+    multiplies by the same tensor. Modules that are callbacks into torch are not counted: their reads are not ktc's.
 
     Args:
         n_skipped: experts dropped per MoE block.
@@ -24,22 +24,13 @@ def weight_bytes_per_token(bundle: Bundle, program: Program, n_skipped: int = 0)
     """
     packed = {m.name: m.moe.experts for m in bundle.plan.moe_modules() if m.moe is not None}
     chosen: dict[str, float] = {}
-    multiplied: set[str] = set()
-    rows: dict[str, int] = {}
     for node in program.nodes:
         if node.op == "moe_submit":
             experts = int(node.params["experts"]) if node.weights else packed[node.module]
             chosen[f"{node.module}.experts."] = (int(node.params["top_k"]) - n_skipped) / experts
-        elif node.op == "embed":
-            name = node.weights["weight"]
-            rows[name] = bundle.tensors[None, name].shape[0]
-        else:
-            multiplied |= set(node.weights.values())
     total = 0.0
     for (_, name), ref in wanted_tensors(bundle, program).items():
-        if name in rows and name not in multiplied:
-            total += ref.nbytes / rows[name]
-            continue
         prefix = name[: name.find(".experts.") + len(".experts.")] if ".experts." in name else ""
         total += ref.nbytes * chosen.get(prefix, 1.0)
-    return round(total)
+    tables = [find_tensor(bundle, (None, name)) for name in row_tables(program)]
+    return round(total + sum(ref.nbytes / ref.shape[0] for ref in tables))

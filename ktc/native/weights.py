@@ -3,7 +3,8 @@
 What callback nodes call has its weights elsewhere (modules.py).
 
 Matrices keep their stored data type (bf16 stays bf16, read by the operators); vectors are widened to fp32.
-Everything is read file by file, in order, by threads of the node that uses it (failures M1, M5).
+Everything is read file by file, in order, by threads of the node that uses it (failures M1, M5). Only a table whose
+rows are looked up stays in its file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ktc.engine.memory import read_weights, weight_buffer
+from ktc.engine.memory import open_table, read_weights, weight_buffer
 from ktc.engine.packed import expert_pointers, native_linear, native_moe
 from ktc.engine.placement import NodePlacement, check
 from ktc.errors import BundleError, KtcError
@@ -44,7 +45,11 @@ def widen(array: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     return np.asarray(array).astype(np.float32)
 
 
-def _find(bundle: Bundle, key: Key) -> TensorRef:
+def find_tensor(bundle: Bundle, key: Key) -> TensorRef:
+    """
+    Raises:
+        BundleError: it is missing.
+    """
     ref = bundle.tensors.get(key)
     if ref is None:
         where = "on the device" if key[0] is None else f"on node {key[0]}"
@@ -52,17 +57,30 @@ def _find(bundle: Bundle, key: Key) -> TensorRef:
     return ref
 
 
+def row_tables(program: Program) -> set[str]:
+    """Tensors that stay in their file: `embed` looks up rows of them, and no other node (a tied head) uses them."""
+    users: dict[str, set[str]] = {}
+    for node in program.nodes:
+        for name in node.weights.values():
+            users.setdefault(name, set()).add(node.op)
+    return {name for name, ops in users.items() if ops == {"embed"} and name not in program.constants}
+
+
 def wanted_tensors(bundle: Bundle, program: Program) -> dict[Key, TensorRef]:
-    """What `BundleWeights` will read into its buffers: packed tensors and matrices, not the small vectors.
+    """What `BundleWeights` will read into its buffers: packed tensors and matrices, neither the small vectors nor the
+    tables of `row_tables`.
 
     Raises:
         BundleError: a tensor is missing.
     """
     wanted: dict[Key, TensorRef] = {}
+    tables = row_tables(program)
     for node in program.nodes:
         for role, name in node.weights.items():
+            if name in tables:
+                continue
             if "tiles" in node.weights or role in MATRIX_ROLES.get(node.op, ()):
-                wanted[None, name] = _find(bundle, (None, name))
+                wanted[None, name] = find_tensor(bundle, (None, name))
         if node.op == "moe_submit" and not node.weights:
             prefix = f"{node.module}.experts."
             wanted |= {key: ref for key, ref in bundle.tensors.items() if key[1].startswith(prefix)}
@@ -70,7 +88,7 @@ def wanted_tensors(bundle: Bundle, program: Program) -> dict[Key, TensorRef]:
 
 
 class BundleWeights:
-    """Implements `ktc.graph.build.Weights`. Reads on construction; holds the buffers."""
+    """Implements `ktc.graph.build.Weights` and `FileTables`. Reads on construction; holds buffers and open files."""
 
     def __init__(
         self,
@@ -99,11 +117,14 @@ class BundleWeights:
         self.linears = {m.name: m.linear for m in bundle.plan.modules if m.linear is not None}
         self.buffers: list[Any] = []
         self._address: dict[Key, int] = {}
+        self._tables: dict[str, Any] = {}
         self._vectors: dict[str, NDArray[np.float32]] = {}
         self._native: list[Any] = []
         self._modules = modules
         self._progress = progress
         self._bind = bind and bundle.nodes > 1  # of one node: its threads may be anywhere
+        for name in row_tables(program):
+            self._tables[name] = self._open_table(name)
         self._read_all(program)
 
     @property
@@ -119,15 +140,14 @@ class BundleWeights:
 
     # ---- what the executor asks for -----------------------------------------------------------
     def matrix(self, name: str) -> WeightRef:
-        ref = self._find((None, name))
-        if ref.dtype not in DTYPES:
-            raise BundleError(f"{ref.file}: {name} is {ref.dtype}, not a float matrix")
-        rows = ref.shape[0] if len(ref.shape) > 1 else 1
-        return self._address[None, name], DTYPES[ref.dtype], rows, int(np.prod(ref.shape)) // rows
+        return self._address[None, name], *self._shape(name, find_tensor(self.bundle, (None, name)))
+
+    def table(self, name: str) -> Any:
+        return self._tables.get(name)
 
     def vector(self, name: str) -> WeightRef:
         if name not in self._vectors:
-            ref = self._find((None, name))
+            ref = find_tensor(self.bundle, (None, name))
             if ref.dtype not in DTYPES:
                 raise BundleError(f"{ref.file}: {name} is {ref.dtype}, not a float vector")
             self._vectors[name] = np.ascontiguousarray(widen(ref.array(), ref.dtype).reshape(-1))
@@ -161,8 +181,16 @@ class BundleWeights:
         return [*self._native, *(self._modules.native_operators() if self._modules is not None else [])]
 
     # ---- reading ------------------------------------------------------------------------------
-    def _find(self, key: Key) -> TensorRef:
-        return _find(self.bundle, key)
+    def _shape(self, name: str, ref: TensorRef) -> tuple[str, int, int]:
+        """Data type, rows and columns of a matrix."""
+        if ref.dtype not in DTYPES:
+            raise BundleError(f"{ref.file}: {name} is {ref.dtype}, not a float matrix")
+        rows = ref.shape[0] if len(ref.shape) > 1 else 1
+        return DTYPES[ref.dtype], rows, int(np.prod(ref.shape)) // rows
+
+    def _open_table(self, name: str) -> Any:
+        ref = find_tensor(self.bundle, (None, name))
+        return open_table(ref.file, name, ref.offset, *self._shape(name, ref))
 
     def _read_all(self, program: Program) -> None:
         wanted = wanted_tensors(self.bundle, program)

@@ -14,6 +14,7 @@
 #include "graph/executor.h"
 #include "graph/pool_adapter.h"
 #include "graph/routing_counter.h"
+#include "graph/table_file.h"
 #include "pool.h"
 
 namespace py = pybind11;
@@ -59,7 +60,8 @@ using WeightTuple = std::tuple<uintptr_t, std::string, int64_t, int64_t>;
 void add(Executor& e, const std::string& op, const std::string& name, const std::vector<int>& inputs,
          const std::vector<int>& outputs, const std::vector<int>& states,
          const std::map<std::string, double>& params, const std::map<std::string, WeightTuple>& weights,
-         const py::object& linear, const py::object& experts, const py::object& callback) {
+         const py::object& linear, const py::object& experts, const py::object& callback,
+         std::shared_ptr<graph::TableFile> table) {
   graph::NodeSpec s;
   s.op = op;
   s.name = name;
@@ -72,6 +74,7 @@ void add(Executor& e, const std::string& op, const std::string& name, const std:
                        std::get<3>(w)};
   if (!linear.is_none()) s.linear = graph::adapt_linear(linear);
   if (!experts.is_none()) s.experts = graph::adapt_experts(experts);
+  s.table = std::move(table);
   if (!callback.is_none()) {
     const int64_t cols = static_cast<int64_t>(s.param("cols"));
     // Held by pointer: the last reference may go without the GIL otherwise.
@@ -133,12 +136,20 @@ void bind_graph(py::module_& m) {
   bind_ops(m);
   py::class_<graph::Experts, std::shared_ptr<graph::Experts>>(m, "GraphExperts");
   py::class_<graph::DenseScratch, std::shared_ptr<graph::DenseScratch>>(m, "DenseScratch").def(py::init<>());
+  using graph::TableFile;
+  py::class_<TableFile, std::shared_ptr<TableFile>>(m, "TableFile")
+      .def(py::init([](const std::string& path, const std::string& tensor, int64_t offset,
+                       const std::string& type, int64_t rows, int64_t cols) {
+             return std::make_shared<TableFile>(path, tensor, offset, dtype(type), rows, cols);
+           }),
+           "path"_a, "tensor"_a, "offset"_a, "dtype"_a, "rows"_a, "cols"_a);
   py::class_<Executor, std::shared_ptr<Executor>>(m, "Executor")
       .def(py::init(&make_executor), py::keep_alive<1, 2>(), "pool"_a.none(true), "buffers"_a, "states"_a,
            "layouts"_a, "context"_a, "vocab"_a, "n_deferred"_a = -1, "n_skipped"_a = 0, "trivial"_a = false,
            "isa"_a = "")
       .def("add", &add, "op"_a, "name"_a, "inputs"_a, "outputs"_a, "states"_a, "params"_a, "weights"_a,
-           "linear"_a = py::none(), "experts"_a = py::none(), "callback"_a = py::none())
+           "linear"_a = py::none(), "experts"_a = py::none(), "callback"_a = py::none(),
+           "table"_a = py::none())
       .def("dense_experts", &dense_experts, "scratch"_a, py::kw_only(), "experts"_a, "top_k"_a, "hidden"_a,
            "intermediate"_a, "activation"_a, "alpha"_a, "limit"_a, "gate_up"_a, "down"_a, "transposed"_a,
            "interleaved"_a, "gate_up_bias"_a = 0, "down_bias"_a = 0, "isa"_a = "")

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "graph/experts.h"
+#include "graph/table_file.h"
 #include "ops/attention.h"
 #include "ops/ops.h"
 #include "ops/parallel.h"
@@ -44,6 +45,7 @@ struct NodeSpec {
   std::map<std::string, WeightRef> weights;
   std::shared_ptr<PackedLinear> linear;
   std::shared_ptr<Experts> experts;
+  std::shared_ptr<const TableFile> table;  // of `embed`, in place of a weight in memory
   Callback callback;
 
   double param(const char* key) const;  // throws std::invalid_argument naming node and key
@@ -157,6 +159,7 @@ class Executor {
   const ops::Parallel& parallel() const { return parallel_; }
   Mailbox& mailbox() { return mailbox_; }
   Rows rows_kind(int buffer) const { return buffers_.at(static_cast<size_t>(buffer)).rows; }
+  int64_t row_bytes(int buffer) const { return buffers_.at(static_cast<size_t>(buffer)).row_bytes; }
 
  private:
   ops::Parallel parallel_;

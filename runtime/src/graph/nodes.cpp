@@ -366,6 +366,7 @@ class CallbackNode final : public Node {
 
 std::unique_ptr<Node> make_node(const NodeSpec& s, Executor& e) {
   const Rows rows = s.inputs.empty() ? Rows::kTokens : e.rows_kind(s.inputs[0]);
+  if (s.op == "embed" && s.table) return make_embed_file(s, e);
   if (s.op == "embed") return std::make_unique<Embed>(s);
   if (s.op == "rope_table") return std::make_unique<RopeTable>(s);
   if (s.op == "rms_norm") return std::make_unique<RmsNorm>(s, rows);

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import ktc
 from ktc.bundle import emit, manifest
+from ktc.bundle.files import read_manifest
 from ktc.bundle.finish import finish_bundle
 from ktc.bundle.model_files import licence_of, model_files
 from ktc.errors import BuildError, RecipeError, UnsupportedModelError
 from ktc.host import git_revision, peak_rss
-from ktc.layout import LAYOUT_VERSION
+from ktc.layout import LAYOUT_VERSION, split_note
 from ktc.pack import pipeline
 from ktc.pack.device import DeviceShard, plan_device
 from ktc.pack.experts import ExpertPart, plan_parts
@@ -77,7 +78,8 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What `compile_checkpoint` made. `source_bytes` is what this run read and packed, in `seconds`."""
+    """What `compile_checkpoint` made. `source_bytes` is what this run read and packed, in `seconds`; `size` is of all
+    files that the manifest lists, as `ktc verify` and `ktc inspect` count."""
 
     path: Path
     size: int
@@ -123,6 +125,9 @@ def plan(c: Compilation) -> None:
             f"recipe {c.recipe.file} turns no MoE block into ktc.FusedMoE, so there is nothing to compile",
             "add a rule with match: {role: moe} and replace: {class: ktc.FusedMoE}",
         )
+    for note in dict.fromkeys(split_note(m.moe.splits) for m in c.plan.moe_modules() if m.moe is not None):
+        if note:
+            c.say(f"note: experts are split {note}")
 
 
 def audit(c: Compilation) -> None:
@@ -166,7 +171,7 @@ def build(c: Compilation) -> None:
     from ktc.bundle.kernels import build_kernels
 
     try:
-        c.kernels = build_kernels(c.plan, c.variants)
+        c.kernels = build_kernels(c.plan, c.variants, c.say)
     except BuildError as error:
         elsewhere = "or --no-kernels: they are then built where the bundle runs"
         raise BuildError(error.message, f"{error.hint}; {elsewhere}" if error.hint else elsewhere) from error
@@ -261,10 +266,9 @@ def compile_checkpoint(
         step(c)
         if verbosity() > 0:
             say(f"{step.__name__}: {time.monotonic() - started:.2f} s")
-    size = sum(file.stat().st_size for file in c.target.rglob("*") if file.is_file())
     return Compiled(
         path=c.target,
-        size=size,
+        size=sum(entry["size"] for entry in read_manifest(c.target)[1]["files"]),
         plan=c.plan,
         variants=tuple(c.kernels.variants) if c.kernels else (),
         source_bytes=c.packed_bytes,

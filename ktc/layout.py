@@ -8,6 +8,7 @@ Letters: N output rows, K input columns, E experts, H hidden, I expert intermedi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,7 @@ DATA_TYPES: tuple[DataType, ...] = ("fp32", "bf16", "int8", "int4")
 TILE_BYTES = 1024
 BLOCK_ROWS = 32
 K_ALIGN = 64
+UNEVEN = 0.05  # from so much more than its even share on, a node's slice is called uneven
 STEP_K: dict[DataType, int] = {"fp32": 16, "bf16": 32, "int8": 64, "int4": 64}
 TILES_PER_STEP: dict[DataType, int] = {"fp32": 2, "bf16": 2, "int8": 2, "int4": 1}
 
@@ -134,3 +136,14 @@ def split_intermediate(intermediate: int, nodes: int, unit: int = K_ALIGN) -> li
         )
     edges = [min(i_pad, unit * (units * i // nodes)) for i in range(nodes)] + [i_pad]
     return [(edges[i], edges[i + 1]) for i in range(nodes)]
+
+
+def split_note(splits: Sequence[tuple[int, int]]) -> str:
+    """How `split_intermediate` divided, where whole blocks make that noticeably uneven; else an empty string. A layer
+    waits for its widest node, so narrow experts gain less from several nodes than their number says."""
+    widths = [end - begin for begin, end in splits]
+    ratio = max(widths) * len(widths) / sum(widths)
+    if ratio < 1 + UNEVEN:
+        return ""
+    shares = ", ".join(map(str, widths[:8])) + (", ..." if len(widths) > 8 else "")
+    return f"unevenly: {sum(widths)} columns as {shares}; a layer waits for the widest, {ratio:.2f}x an even split"

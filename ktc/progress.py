@@ -81,12 +81,20 @@ class Progress:
         unit: "B" for bytes (printed in binary units), else a plural noun ("experts", "files").
         done: work that an earlier run already did; shown, but not counted in the rate.
         stream: where to draw; stderr if None.
+        report: say at the end how long it took, where that is worth a line; off if the caller does.
     """
 
     def __init__(
-        self, phase: str, total: int | None = None, unit: str = "", *, done: int = 0, stream: TextIO | None = None
+        self,
+        phase: str,
+        total: int | None = None,
+        unit: str = "",
+        *,
+        done: int = 0,
+        stream: TextIO | None = None,
+        report: bool = True,
     ) -> None:
-        self.phase, self.total, self.unit = phase, total, unit
+        self.phase, self.total, self.unit, self._report = phase, total, unit, report
         self.done = done
         self._start_done = done
         self._detail = ""
@@ -121,7 +129,7 @@ class Progress:
             if self._tty and self._drawn:
                 self._stream.write("\r\x1b[K")
             seconds = time.monotonic() - self._started
-            if kind is None and (self._plain or (self._tty and seconds >= _REPORT_SECONDS)):
+            if kind is None and self._report and (self._plain or (self._tty and seconds >= _REPORT_SECONDS)):
                 self._stream.write(
                     f"{self.phase}: {self._amount(self.done)} in {format_seconds(seconds)}{self._rate()}\n"
                 )

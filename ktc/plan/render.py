@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from ktc.layout import split_note
 from ktc.plan.caches import SHOWN_POSITIONS, cache_bytes
 from ktc.plan.ir import ModulePlan, MoePlan, Plan
 from ktc.plan.names import group_name, pattern
@@ -65,7 +66,7 @@ def _row(plan: Plan, group: Sequence[ModulePlan]) -> tuple[str, ...]:
 
 
 def _becomes(m: ModulePlan) -> str:
-    star = " *" if m.note else ""
+    star = " *" if _texts(m) else ""
     if m.moe is not None:
         return f"ktc.FusedMoE {m.moe.experts} x [{m.moe.hidden}, {m.moe.intermediate}] {m.moe.scheme}{star}"
     if m.linear is not None:
@@ -159,12 +160,17 @@ def _notes(plan: Plan) -> list[str]:
     """Each kind of note once, with how many modules and bytes it is about (failure S3: no silent fallback)."""
     noted: dict[str, list[ModulePlan]] = {}
     for m in plan.modules:
-        if m.note:
-            noted.setdefault(m.note, []).append(m)
+        for text in _texts(m):
+            noted.setdefault(text, []).append(m)
     out = [_note(text, group) for text, group in noted.items()]
     if any(m.rule is None for m in plan.modules):
         out.append(_NO_RULE)
     return [f"* {text}" if text != _NO_RULE else text for text in out]
+
+
+def _texts(m: ModulePlan) -> list[str]:
+    uneven = split_note(m.moe.splits) if m.moe is not None else ""
+    return [text for text in (m.note, f"split {uneven}" if uneven else "") if text]
 
 
 def _note(text: str, group: Sequence[ModulePlan]) -> str:

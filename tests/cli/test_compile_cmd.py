@@ -72,6 +72,41 @@ def test_json(tiny_checkpoint, tmp_path: Path, capsys: Capture) -> None:
     assert made["bundle"] == str(out) and made["variants"] == [] and made["bytes"] > 0 and not made["resumed"]
 
 
+def test_every_command_counts_the_same_bytes(tiny_checkpoint, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "x.ktc"
+    assert ktc("compile", tiny_checkpoint("deepseek_v3"), "-o", out, "--no-kernels", "--json") == 0
+    made = json.loads(capsys.readouterr().out)["bytes"]
+    assert ktc("verify", out, "--hashes-only", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["bytes"] == made
+    assert ktc("inspect", out, "--json") == 0
+    assert sum(json.loads(capsys.readouterr().out)["sizes"].values()) == made
+
+
+def test_an_uneven_split_is_said(tiny_checkpoint, tmp_path: Path, capsys: Capture) -> None:
+    source = tiny_checkpoint("deepseek_v3", moe_intermediate_size=192, hidden_size=96)
+    capsys.readouterr()
+    assert ktc("compile", source, "-o", tmp_path / "x.ktc", "--no-kernels", "--no-logits", "--nodes", 2) == 0
+    assert "ktc: note: experts are split unevenly: 192 columns as 64, 128; a layer waits" in capsys.readouterr().err
+    assert ktc("compile", source, "-o", tmp_path / "y.ktc", "--no-kernels", "--no-logits", "--nodes", 3) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_building_kernels_is_said_when_it_begins_and_ends(
+    tiny_checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Also where no bar is drawn; with everything in the cache there is nothing to say."""
+    monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path / "cache"))
+    source = tiny_checkpoint("deepseek_v3")
+    options = ("--variants", "portable", "--no-logits")
+    capsys.readouterr()
+    assert ktc("compile", source, "-o", tmp_path / "x.ktc", *options) == 0
+    begun, ended = capsys.readouterr().err.splitlines()
+    assert begun == "ktc: building kernels: portable (this can take minutes)"
+    assert ended.startswith("ktc: kernels built in ")
+    assert ktc("compile", source, "-o", tmp_path / "y.ktc", *options) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_built_variant_is_in_the_bundle(with_kernels: Path) -> None:
     assert [k["variant"] for k in open_bundle(with_kernels).manifest["kernels"]] == ["portable"]
 

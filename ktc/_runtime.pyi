@@ -254,6 +254,9 @@ class EmulatedLane:
     def forget(self) -> None: ...
     recorded: int
 
+def bf16_attention() -> bool:
+    """Whether attention over many rows can be bf16 on this CPU, where a program allows it."""
+
 def graph_scratch(op: str, params: Mapping[str, float], threads: int, rows: int) -> int:
     """Bytes of scratch that an operator needs for steps of up to `rows`."""
 

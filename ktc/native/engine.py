@@ -166,9 +166,23 @@ def outlook(config: dict[str, Any], plan: Plan) -> str:
     )
     lines = [
         f"decode graph: {len(program.nodes)} nodes, {native} (what no rule matched, on the weights as stored);"
-        f" prefill attention {'/'.join(sorted(kinds))}"
+        f" prefill attention {_attention(kinds)}"
     ]
     return "\n".join([*lines, *(f"  {note}" for note in program.notes)])
+
+
+def _attention(allowed: set[str]) -> str:
+    """What prefill attention computes in on this machine, in the words of `ktc run -v`, and what was allowed if that is
+    another."""
+    try:
+        from ktc import _runtime
+
+        lacking = "bf16" in allowed and not _runtime.bf16_attention()
+    except ImportError:  # planning needs no runtime
+        lacking = False
+    here = {"fp32" if lacking and kind == "bf16" else kind for kind in allowed}
+    also = "; the recipe allows bf16, which this CPU lacks" if lacking else ""
+    return f"{'/'.join(sorted(here))}{also}"
 
 
 def open_native(

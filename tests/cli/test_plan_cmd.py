@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,14 +52,39 @@ def test_table_and_json_of_a_directory(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )  # fmt: skip
 def test_what_keeps_a_module_off_the_graph_is_named(
-    config: str, change: dict[str, object], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: str,
+    change: dict[str, object],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("ktc._runtime.bf16_attention", lambda: True)
     raw = json.loads((CONFIGS / f"{config}.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | change))
     code = run(str(tmp_path), "-r", "bf16")
     out, err = capsys.readouterr()
     assert code == 0, err
     assert f"\n\n{says}" in out
+
+
+def test_prefill_attention_is_what_this_cpu_would_run() -> None:
+    """On one without bf16: fp32, as `ktc run -v` says there, and what the recipe would allow."""
+    command = [sys.executable, "-m", "ktc", "plan", str(CONFIGS / "Qwen3-30B-A3B.json"), "-r", "bf16"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "KTC_OPS_ISA": "baseline"})
+    assert done.returncode == 0, done.stderr
+    assert "; prefill attention fp32; the recipe allows bf16, which this CPU lacks\n" in done.stdout
+
+
+def test_an_uneven_split_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    """768 columns in blocks of 64 do not divide by 5; over 4 nodes they do."""
+    config = str(CONFIGS / "Qwen3-30B-A3B.json")
+    assert run(config, "-r", "int8", "-n", "5") == 0
+    out = capsys.readouterr().out
+    said = "split unevenly: 768 columns as 128, 128, 192, 128, 192; a layer waits for the widest, 1.25x an even split"
+    assert f"* model.layers.{{0-47}}.mlp: {said} (48 modules" in out
+    assert run(config, "-r", "int8", "-n", "4") == 0
+    assert "unevenly" not in capsys.readouterr().out
 
 
 def test_a_faulty_recipe_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,6 +62,10 @@ void bind_ops(py::module_& parent) {
     if (t == nullptr) throw std::invalid_argument("KTC_OPS_ISA names operators that this machine cannot run");
     return std::string(t->name);
   });
+  parent.def("bf16_attention", [] {
+    const ops::Table* t = ops::table();
+    return t != nullptr && t->tiles_bf16 != nullptr;
+  });
   m.def("gemm_nt",
         [](const std::string& isa, Ptr x, int64_t t, Ptr w, const std::string& type, int64_t n, int64_t k,
            Ptr bias, Ptr y) { table(isa).gemm_nt(f(x), k, t, matrix(w, type, k), n, k, f(bias), f(y), n); });

@@ -7,7 +7,7 @@ features are compared as sets: no instruction set is "above" another. Nothing is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ktc.bundle.reader import Bundle
@@ -53,14 +53,11 @@ def verdict(
         host: another machine than this one (tests).
     """
     host = host or this_host()
-    return Verdict(
-        (
-            _layout(bundle),
-            _device(bundle, host),
-            _topology(bundle, host, emulate_nodes),
-            _kernels(bundle, host, trust_sha256),
-        )
-    )
+    sound = (_layout(bundle), _device(bundle, host))
+    mendable = [_topology(bundle, host, emulate_nodes), _kernels(bundle, host, trust_sha256)]
+    if any(part.level == "UNSUPPORTED" for part in sound):  # whatever else were mended, it would not run here
+        mendable = [replace(part, fix="") for part in mendable]
+    return Verdict((*sound, *mendable))
 
 
 def _layout(bundle: Bundle) -> Part:

@@ -84,6 +84,12 @@ def test_a_cuda_bundle_on_a_machine_without(bundle_copy: Path) -> None:
     bundle, host = open_bundle(bundle_copy), replace(this_host(), cuda=False)
     assert part(verdict(bundle, host=host), "device").level == "UNSUPPORTED"
     assert part(verdict(bundle, host=replace(host, cuda=True)), "device").level == "OPTIMAL"
+    # what cannot run here is not offered to be run, built or repacked here
+    away = replace(host, compiler="/usr/bin/g++", nodes=((0,), (1,)), features=frozenset({"avx2", "fma", "f16c"}))
+    fixes = {p.name: p.fix for p in verdict(bundle, host=away).parts}
+    assert fixes["topology"] == fixes["kernels"] == "" and "on a machine with one" in fixes["device"]
+    near = {p.name: p.fix for p in verdict(bundle, host=replace(away, cuda=True)).parts}
+    assert "builds it once" in near["kernels"] and "ktc repack" in near["topology"]
 
 
 def test_tiles_of_another_layout_version(bundle_copy: Path) -> None:

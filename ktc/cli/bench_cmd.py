@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,10 @@ class BundleOrKernels(click.Command):
             from ktc.cli.bench_emulate_cmd import bundle_command
 
             return bundle_command.make_context(info_name, args, parent, **extra)
+        if args and not args[0].startswith("-") and not Path(args[0]).exists():
+            near = difflib.get_close_matches(args[0], ("kernels", "emulate"), n=1, cutoff=0.75)
+            if near:
+                raise UsageError(f"no bundle {args[0]}", f"did you mean `ktc bench {near[0]}`?")
         return super().make_context(info_name, args, parent, **extra)
 
 

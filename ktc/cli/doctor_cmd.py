@@ -93,14 +93,14 @@ def _topology() -> Iterator[Line]:
     few = f"only {len(cpus)} of {total} CPUs may be used; see taskset or the container's cpuset"
     yield Line(
         "cpus",
-        f"{len(cpus)} usable of {total}" + (f", {cores} cores" if cores else ""),
+        f"{len(cpus)} usable of {total}" + (f", {cores} core{'s' * (cores != 1)}" if cores else ""),
         few if len(cpus) < total else "",
     )
     try:
         nodes = facts.this_host().nodes
     except ImportError:
         return
-    shown = "; ".join(f"node {i}: {len(cpus)} CPUs" for i, cpus in enumerate(nodes))
+    shown = "; ".join(f"node {i}: {len(cpus)} CPU{'s' * (len(cpus) != 1)}" for i, cpus in enumerate(nodes))
     yield Line("numa", f"{len(nodes)} node{'s' * (len(nodes) != 1)} ({shown})")
     from ktc.engine.placement import misplaced, trial
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ def command(
     use = expert_use(model, windows, text_file.name)
     if out is not None:
         use.write(out)
+        print(f"ktc: wrote {out}", file=sys.stderr)
     if plot_file is not None:
         report.plot(use, plot_file)
     click.echo(json.dumps(use.to_json(), indent=1) if as_json else report.markdown(use))

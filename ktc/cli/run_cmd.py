@@ -30,7 +30,24 @@ MAX_PROMPT_BYTES = 256 << 20
 _SURROGATE = re.compile("[\ud800-\udfff]")  # what Python makes of bytes that it cannot decode
 
 
-@click.command("run")
+_OTHERS_NAMES = {"-n": "--max-tokens", "--n-predict": "--max-tokens", "--max-new-tokens": "--max-tokens"}
+"""What other programs call options of this one."""
+
+
+class RunCommand(click.Command):
+    """Knows the names that other programs have for its options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name not in _OTHERS_NAMES:
+                raise
+            name, meant = error.option_name, _OTHERS_NAMES[error.option_name]
+            raise click.NoSuchOption(name, f"no option {name}: here it is {meant}", ctx=ctx) from None
+
+
+@click.command("run", cls=RunCommand)
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("-p", "--prompt", metavar="TEXT", help="Complete this text.")
 @click.option("-f", "--file", "file", type=click.Path(path_type=Path), help="Complete the text of a file; - is stdin.")

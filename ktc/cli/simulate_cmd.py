@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ktc.drawing import check_picture
+from ktc.errors import UsageError
 from ktc.progress import set_verbosity, status
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     "--profile",
     "-H",
     "hardware",
-    required=True,
     help="Hardware profile: a file, the name of a shipped one, or this-machine (ktc tune).",
 )
 @click.option(
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 def command(
     model: str,
     recipe: str | None,
-    hardware: str,
+    hardware: str | None,
     numa: str,
     kernels: str | None,
     context: int,
@@ -69,9 +69,12 @@ def command(
     """
     from ktc.simulate import load_profile, simulate
     from ktc.simulate import report as report_
+    from ktc.simulate.profile import known_profiles
 
     set_verbosity(verbose)
     check_picture(plot)
+    if hardware is None:
+        raise UsageError("--hardware is missing: the machine to predict for", f"profiles: {known_profiles()}")
     profile = load_profile(hardware)  # first: a typing mistake must not wait for torch
     profile.kernels(kernels)
     plan = _plan(model, recipe, profile, numa)

@@ -48,6 +48,12 @@ def this_machine_path() -> Path:
     return config_dir() / f"{THIS_MACHINE}.yaml"
 
 
+def known_profiles() -> str:
+    """The names that `load_profile` takes, in words."""
+    state = "measured here by" if this_machine_path().is_file() else "once it is measured:"
+    return f"{', '.join(shipped_profiles())}, {THIS_MACHINE} ({state} ktc tune), or a file"
+
+
 def load_profile(path_or_name: str | Path) -> Hardware:
     """Read a hardware profile.
 

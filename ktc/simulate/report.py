@@ -24,7 +24,7 @@ def render(sim: Simulation) -> str:
     bits = moe[0].moe.scheme if moe[0].moe else ""
     lines = [
         f"{sim.plan.model_type}, {sim.plan.layers} layers, {len(moe)} with experts ({bits}), recipe {sim.plan.recipe}",
-        f"on {sim.hardware.name}: {cpu.sockets} x {cpu.cores} cores, {sim.hardware.device.name};"
+        f"on {sim.hardware.name}: {cpu.sockets} x {cpu.cores} core{'s' * (cpu.cores != 1)}, {sim.hardware.device.name};"
         f" {_NUMA[sim.numa]}; kernels {sim.kernels}",
         "",
         f"decode, one sequence, {sim.context} tokens in the cache; K experts of every layer are added one layer later",

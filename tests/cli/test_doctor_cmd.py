@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,16 @@ def test_what_is_amiss_gets_an_advice(monkeypatch, attribute: str, value: object
     monkeypatch.setattr(facts, attribute, lambda *_: value)
     line = next(line for line in examine() if line.name == name)
     assert not line.ok and advice in line.advice
+
+
+def test_one_core_is_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = replace(facts.this_host(), nodes=((0,),))
+    monkeypatch.setattr(facts, "physical_cores", lambda _: 1)
+    monkeypatch.setattr(facts, "this_host", lambda: host)
+    lines = {line.name: line.value for line in examine()}
+    assert lines["cpus"].endswith(", 1 core") and lines["numa"] == "1 node (node 0: 1 CPU)"
+    monkeypatch.setattr(facts, "physical_cores", lambda _: 2)
+    assert {line.name: line.value for line in examine()}["cpus"].endswith(", 2 cores")
 
 
 def test_a_check_that_fails_is_a_line(monkeypatch) -> None:

@@ -77,7 +77,9 @@ def test_counts_are_hugging_faces(
 ) -> None:
     out = tmp_path / "use.json"
     assert ktc("profile", bundle, "--text", text, "--window", 32, "-o", out, "--json") == 0
-    printed = json.loads(capsys.readouterr().out)
+    said, err = capsys.readouterr()
+    printed = json.loads(said)
+    assert f"ktc: wrote {out}\n" in err
     use = read_expert_use(out)
     assert printed == use.to_json() == json.loads(out.read_text()) and len(use.sha256) == 64
     assert {layer: list(c) for layer, c in use.layers.items()} == counted

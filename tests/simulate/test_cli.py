@@ -15,6 +15,11 @@ from tests.simulate.conftest import ROOT
 __all__ = ["compiled"]
 QWEN = ROOT / "tests" / "configs" / "Qwen3-30B-A3B.json"
 PAPER = "paper-2x8452y-a100"
+ONE_CORE = """version: 1
+cpu: {sockets: 1, cores_per_socket: 1, dram_local_gbs: 25, peak_tflops: {avx512: 1},
+      kernels: {ktc: {dram_fraction: 0.8, compute_fraction: 0.3}}}
+device: {kind: cpu}
+"""
 
 
 def test_table_json_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +59,21 @@ def test_a_faulty_profile_is_said_before_anything_slow(tmp_path: Path, capsys: p
     assert "did you mean paper-2x8452y-a100?" in capsys.readouterr().err
     assert ktc("simulate", "no-such-model", "-H", PAPER, "--kernels", "fast") == 2
     assert "entries of this profile: ktc, baseline" in capsys.readouterr().err
+
+
+def test_a_machine_must_be_named_and_the_known_ones_are_listed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KTC_CONFIG_DIR", str(tmp_path))
+    assert ktc("simulate", QWEN) == 2
+    err = capsys.readouterr().err
+    assert "--hardware is missing" in err
+    assert "profiles: h200-spr, paper-2x8452y-a100, this-machine (once it is measured: ktc tune), or a file" in err
+    (tmp_path / "this-machine.yaml").write_text(ONE_CORE)
+    assert ktc("simulate", QWEN) == 2
+    assert "this-machine (measured here by ktc tune)" in capsys.readouterr().err
+    assert ktc("simulate", QWEN, "-H", "this-machine") == 0
+    assert "on this-machine: 1 x 1 core, the expert pool;" in capsys.readouterr().out
 
 
 def test_too_many_deferred_experts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

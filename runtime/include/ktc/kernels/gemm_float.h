@@ -17,6 +17,7 @@ KTC_INLINE void bf16_rows(const ktc_gemm_args& a, int epilogue, const uint8_t* t
   using F = typename V::F;
   const int64_t steps = S::steps(k);
   const uint8_t* x = act_row(a.act, m, steps);
+  const uint8_t* const weights = weights_end<S>(a, k);
   F acc[R][2][2]; /* [row][half][even, odd] */
   for (int r = 0; r < R; ++r) {
     for (int h = 0; h < 2; ++h) acc[r][h][0] = acc[r][h][1] = V::zero();
@@ -26,7 +27,7 @@ KTC_INLINE void bf16_rows(const ktc_gemm_args& a, int epilogue, const uint8_t* t
     const uint8_t* xs = x + s * kTile;
 #pragma GCC unroll 4
     for (int64_t i = 0; i < 16; ++i) {
-      prefetch_pages<V>(w + 2 * i * kRowBytes);
+      prefetch_pages<V>(w + 2 * i * kRowBytes, weights);
       F we[2], wo[2];
       for (int h = 0; h < 2; ++h) {
         const uint8_t* p = w + h * kTile + i * kRowBytes;

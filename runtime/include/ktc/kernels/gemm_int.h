@@ -91,18 +91,20 @@ KTC_NOINLINE void gemm_int(const ktc_gemm_args& a, int epilogue) {
   constexpr int R = S::kGroupScale ? V::kFloatRows : V::kIntRows;
   const int64_t k = S::k(a.k);
   const int64_t block_bytes = S::block_bytes(k);
+  const uint8_t* const end = weights_end<S>(a, k);
   for (int64_t b = a.block_begin; b < a.block_end; ++b) {
     const uint8_t* tiles = a.weight.tiles + b * block_bytes;
     if constexpr (S::kFormat == KTC_INT8) {
-      int_sweep<S, V, R>(a, epilogue, ByteLines<S, V>{tiles}, k, a.m_begin, b);
+      int_sweep<S, V, R>(a, epilogue, ByteLines<S, V>{tiles, end}, k, a.m_begin, b);
     } else {
       const uint8_t* mult = S::kMultiplier ? block_mult<S>(a, b, S::groups(k)) : nullptr;
       if (a.m_end - a.m_begin > R && k <= kMaxPanelK && a.scratch) {
         uint8_t* panel = static_cast<uint8_t*>(a.scratch);
         unpack_steps<S, V>(tiles, mult, 0, S::steps(k), panel);
-        int_sweep<S, V, R>(a, epilogue, ByteLines<S, V>{panel}, k, a.m_begin, b);
+        int_sweep<S, V, R>(a, epilogue, ByteLines<S, V>{panel, panel + S::steps(k) * 2 * kTile}, k, a.m_begin,
+                           b);
       } else {
-        int_sweep<S, V, R>(a, epilogue, NibbleLines<S, V>(tiles, mult), k, a.m_begin, b);
+        int_sweep<S, V, R>(a, epilogue, NibbleLines<S, V>(tiles, end, mult), k, a.m_begin, b);
       }
     }
   }

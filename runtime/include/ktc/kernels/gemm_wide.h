@@ -84,7 +84,7 @@ KTC_NOINLINE void wide_nibble_rows(const ktc_gemm_args& a, int epilogue, const u
   using I = typename V::I;
   constexpr int64_t kRun = S::kRunK / 4;
   const int64_t span = S::kGroup / 4;
-  WideNibbles<S, V> nibbles{tiles, mult, {}};
+  WideNibbles<S, V> nibbles{tiles, weights_end<S>(a, k), mult, {}};
   I acc[2][R];
   /* Signed weights: what bytes around 128 would have added is there from the start. */
   for (int r = 0; r < R; ++r) acc[0][r] = acc[1][r] = V::iset1(S::kOffset * a.act.sums[m + r]);
@@ -111,6 +111,7 @@ KTC_NOINLINE void wide_bf16_rows(const ktc_gemm_args& a, int epilogue, const uin
                                  int64_t m) {
   using F = typename V::F;
   constexpr int H = R <= V::kWideBothHalves ? 2 : 1;
+  const uint8_t* const weights = weights_end<S>(a, S::k(a.k));
   if (sweep.begin == 0) {
     for (int r = 0; r < 4 * R; ++r) sums[r] = V::zero();
   }
@@ -130,7 +131,7 @@ KTC_NOINLINE void wide_bf16_rows(const ktc_gemm_args& a, int epilogue, const uin
           F we[H], wo[H];
           for (int h = 0; h < H; ++h) {
             const uint8_t* const p = w + h * kTile + i * kRowBytes;
-            if (i % 2 == 0) call_lines<V, Next>(p);
+            if (i % 2 == 0) call_lines<V, Next>(p, weights);
             const typename V::B line = V::bload(p);
             we[h] = V::bf16_even(line);
             wo[h] = V::bf16_odd(line);
@@ -163,8 +164,8 @@ KTC_INLINE void wide_sweep(const ktc_gemm_args& a, int epilogue, const WideSweep
       wide_bf16_rows<S, V, R, Next>(a, epilogue, tiles, sweep, x, step,
                                     reinterpret_cast<typename V::F*>(sums), m);
     } else if constexpr (S::kFormat == KTC_INT8) {
-      wide_int_rows<S, V, R>(a, epilogue, WideBytes<S, V, Next>{tiles}, sweep, x, step,
-                             reinterpret_cast<typename V::I*>(sums), m);
+      wide_int_rows<S, V, R>(a, epilogue, WideBytes<S, V, Next>{tiles, weights_end<S>(a, S::k(a.k))}, sweep,
+                             x, step, reinterpret_cast<typename V::I*>(sums), m);
     } else {
       /* A panel is the same whatever it was made of. */
       using Bytes = Spec<KTC_INT8, KTC_SCALE_CHANNEL, 0, 0>;
@@ -210,7 +211,7 @@ KTC_NOINLINE void gemm_wide(const ktc_gemm_args& a, int epilogue) {
       for (int64_t s = 0; s < steps; s += kWideSweep) {
         const WideSweep sweep{b, s, min64(s + kWideSweep, steps), s + kWideSweep >= steps};
         if constexpr (S::kFormat == KTC_INT4) {
-          fill_panel<S, V>(tiles, mult, s, sweep.end, panel);
+          fill_panel<S, V>(tiles, weights_end<S>(a, k), mult, s, sweep.end, panel);
         }
         /* A panel is in L2 from the start. */
         wide_sweep<S, V, wide_sums<S, V>(), S::kFormat == KTC_INT4>(

@@ -79,12 +79,12 @@ KTC_INLINE void widen_rows(const ktc_gemm_args& a, int64_t k, int64_t m, int64_t
 /* Weights that a sweep calls: its own, a window ahead, while they come from memory; those of the next sweep
  * once its own are in L2. */
 template <class V, bool Next>
-KTC_INLINE void call_lines(const uint8_t* p) {
+KTC_INLINE void call_lines(const uint8_t* p, const uint8_t* end) {
   if (Next) {
     V::prefetch_l2(p + kWideSweep * 2 * kTile);
     V::prefetch_l2(p + kWideSweep * 2 * kTile + kRowBytes);
   } else {
-    prefetch_pages<V>(p);
+    prefetch_pages<V>(p, end);
   }
 }
 
@@ -92,9 +92,9 @@ KTC_INLINE void call_lines(const uint8_t* p) {
 template <class S, class V, bool Next>
 struct WideBytes {
   using W = typename V::W;
-  const uint8_t* tiles;
+  const uint8_t *tiles, *end;
   KTC_INLINE const uint8_t* half(int64_t s, int64_t h) const { return tiles + (2 * s + h) * kTile; }
-  static KTC_INLINE void call(const uint8_t* p, int64_t i) { call_lines<V, Next>(p + i * kRowBytes); }
+  KTC_INLINE void call(const uint8_t* p, int64_t i) const { call_lines<V, Next>(p + i * kRowBytes, end); }
   static KTC_INLINE W line(const uint8_t* p, int64_t i) { return V::words(V::bload(p + i * kRowBytes)); }
 };
 
@@ -116,12 +116,15 @@ template <class S, class V>
 struct WideNibbles {
   using W = typename V::W;
   using Scale = typename V::template WideScale<S::kCodebook>;
-  const uint8_t *tiles, *mult;
+  const uint8_t *tiles, *end, *mult;
   Scale scale[2];
-  KTC_INLINE void group(int64_t g) { Scale::load(mult + g * S::kMultBytes, scale); }
+  KTC_INLINE void group(int64_t g) {
+    V::prefetch(mult + g * S::kMultBytes + kMultAhead);
+    Scale::load(mult + g * S::kMultBytes, scale);
+  }
   KTC_INLINE void line(int64_t l, W* w0, W* w1) const {
     const uint8_t* p = tiles + l * kRowBytes;
-    if (l % 2 == 0) prefetch_pages<V>(p);
+    if (l % 2 == 0) prefetch_pages<V>(p, end);
     typename V::B lo, hi;
     V::nibbles(V::bload(p), &lo, &hi);
     *w0 = scale[0].words(lo);
@@ -131,10 +134,10 @@ struct WideNibbles {
 
 /* Steps [begin, end) of a block of int4 -> bytes around 128. */
 template <class S, class V>
-KTC_INLINE void fill_panel(const uint8_t* tiles, const uint8_t* mult, int64_t begin, int64_t end,
-                           uint8_t* panel) {
+KTC_INLINE void fill_panel(const uint8_t* tiles, const uint8_t* weights, const uint8_t* mult, int64_t begin,
+                           int64_t end, uint8_t* panel) {
   constexpr int64_t kRun = S::kRunK / 4;
-  WideNibbles<S, V> nibbles{tiles, mult, {}};
+  WideNibbles<S, V> nibbles{tiles, weights, mult, {}};
   for (int64_t l = 16 * begin; l < 16 * end; l += kRun) {
     nibbles.group(4 * l / S::kGroup);
     for (int64_t i = l; i < l + kRun; ++i) {

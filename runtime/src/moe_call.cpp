@@ -225,7 +225,9 @@ bool MoeCall::cut_experts() {
       units[unit_count++] = Unit{a, active[a].row + first, end - first};
     }
   }
-  if (unit_count < threads * kUnitsPerThread) return false;
+  // One token's experts cost the same: shared evenly, nobody waits for anybody between the products.
+  const bool even = count == 1 && unit_count % threads == 0;
+  if (unit_count < threads * kUnitsPerThread && !even) return false;
   std::stable_sort(units, units + unit_count, [](const Unit& a, const Unit& b) { return a.count > b.count; });
 
   std::copy(dst_row, dst_row + slots, token_rows);

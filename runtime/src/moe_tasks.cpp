@@ -6,16 +6,6 @@
 #include "splitting.h"
 
 namespace ktc {
-namespace {
-
-// Calls the beginning of what this thread reads next into its L2: a kernel calls weights far ahead, but
-// nobody has called its first ones.
-void call_head(const uint8_t* weights, int64_t nbytes) {
-  for (int64_t at = 0; at < std::min(nbytes, kHeadBytes); at += 64) __builtin_prefetch(weights + at, 0, 2);
-}
-
-}  // namespace
-
 void MoeCall::quantize_x_task(void* context, const Task& task) {
   const MoeCall& call = *static_cast<const MoeCall*>(context);
   const MoeOptions& o = call.m.o_;
@@ -93,8 +83,7 @@ void MoeCall::down_task(void* context, const Task& task) {
   const MoeCall& call = *static_cast<const MoeCall*>(context);
   const MoeOptions& o = call.m.o_;
   const Node& node = call.nodes[task.node];
-  const int64_t blocks = ceil_div(o.hidden, 32),
-                block_bytes = o.scheme.block_bytes(o.nodes[task.node].width());
+  const int64_t blocks = ceil_div(o.hidden, 32);
   ktc_gemm_args args{};
   args.struct_size = sizeof args;
   args.k = o.nodes[task.node].width();
@@ -117,11 +106,6 @@ void MoeCall::down_task(void* context, const Task& task) {
     args.m_begin = a.row;
     args.m_end = a.row + a.count;
     args.weight = o.nodes[task.node].down[a.expert];
-    if (i + 1 < call.active_count) {
-      const ktc_weight& next = o.nodes[task.node].down[call.active[i + 1].expert];
-      call_head(next.tiles + args.block_begin * block_bytes,
-                (args.block_end - args.block_begin) * block_bytes);
-    }
     check_kernel(kernel.gemm(&args), kernel.name);
   }
 }

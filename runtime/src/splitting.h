@@ -17,9 +17,6 @@ constexpr int64_t kSerialElements = 32 << 10;
 // Rows after which multiplying a weight block costs as much again as reading it.
 constexpr int64_t kRowsPerRead = 64;
 
-// Weights of the next kernel call that are called before this one: as far as a kernel calls ahead.
-constexpr int64_t kHeadBytes = 32 << 10;
-
 // By experts (moe_call.h): units that each thread must get before experts are given out whole, and rows of
 // one unit: fewer would read its weights too often, more would not leave them room in L2.
 constexpr int64_t kUnitsPerThread = 4;

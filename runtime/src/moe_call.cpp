@@ -180,7 +180,11 @@ void MoeCall::cut_tasks() {
       cost += block_cost(o.scheme.block_bytes(o.nodes[n].width()), active[a].count);
     const int64_t target =
         std::max(blocks * cost / (m.pool_->node_threads(n) * kTasksPerThread), kMinTaskCost);
-    nodes[n].column_pieces = pieces_for(blocks, cost, target);
+    // A call of the kernel begins slowly: its weights are not on their way yet.
+    const int64_t block_bytes = o.scheme.block_bytes(o.nodes[n].width());
+    const int64_t here = m.pool_->node_threads(n);
+    const int64_t long_calls = std::max<int64_t>(blocks * block_bytes / kCallBytes / here, 1) * here;
+    nodes[n].column_pieces = std::min(pieces_for(blocks, cost, target), long_calls);
     job->set_tasks(first_phase + kDown, n, nodes[n].column_pieces);
   }
   for (int64_t a = 0; a < active_count; ++a) {

@@ -10,6 +10,8 @@ namespace ktc {
 constexpr int64_t kTasksPerThread = 8;
 // Weight bytes of one task at most: they stay in L2 while the rows pass over them.
 constexpr int64_t kPanelBytes = 1 << 20;
+// Weight bytes of one kernel call at least, where that leaves a task for each thread.
+constexpr int64_t kCallBytes = 256 << 10;
 // Cost (bytes read, see block_cost) below which a task is not worth sharing.
 constexpr int64_t kMinTaskCost = 32 << 10;
 // Elements that one thread converts faster than others could be woken.

@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("-r", "--repetitions", type=int, default=5)
     parser.add_argument("--as-is", action="store_true", help="do not touch memory before each contestant")
     options = parser.parse_args()
+    if options.repetitions < 1:
+        parser.error("-r: at least 1")
     if shutil.which("dd") is None:
         sys.exit("cold_start.py: needs dd (coreutils)")
     files = sorted(path for path in options.bundle.rglob("*") if path.is_file() and path.stat().st_size)
@@ -102,7 +104,7 @@ def drop(files: list[Path]) -> None:
     cached = sum(cached_pages(path) for path in files)
     total = sum(-(-path.stat().st_size // mmap.PAGESIZE) for path in files)
     if cached > total / 100:
-        sys.exit(f"cold_start.py: {cached} of {total} pages stay in the page cache (mapped by another process?)")
+        sys.exit(f"cold_start.py: {cached} of {total} pages stay in the page cache (mapped, or a tmpfs?)")
 
 
 def cached_pages(path: Path) -> int:

@@ -13,6 +13,8 @@ MEMORY_POLICY = (237, 238)
 """mbind, set_mempolicy (x86-64)."""
 ASYNCHRONOUS_READS = (206,)
 """io_setup (x86-64)."""
+COLLECTING_READS = (208,)
+"""io_getevents (x86-64)."""
 
 
 def forbid(*calls: int) -> None:

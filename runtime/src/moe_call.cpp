@@ -232,7 +232,9 @@ bool MoeCall::cut_experts() {
   // One token's experts cost the same: shared evenly, nobody waits for anybody between the products.
   const bool even = count == 1 && unit_count % threads == 0;
   if (unit_count < threads * kUnitsPerThread && !even) return false;
-  std::stable_sort(units, units + unit_count, [](const Unit& a, const Unit& b) { return a.count > b.count; });
+  if (!even)  // sorting allocates, which decoding must not
+    std::stable_sort(units, units + unit_count,
+                     [](const Unit& a, const Unit& b) { return a.count > b.count; });
 
   std::copy(dst_row, dst_row + slots, token_rows);
   for (int64_t t = 0; t < count; ++t) std::sort(token_rows + t * top_k, token_rows + (t + 1) * top_k);

@@ -182,7 +182,11 @@ if not sys.argv[2:]:
 """
 
 
-@pytest.mark.parametrize("forbid", [(), forbidden.ASYNCHRONOUS_READS], ids=["asynchronous", "forbidden"])
+@pytest.mark.parametrize(
+    "forbid",
+    [(), forbidden.ASYNCHRONOUS_READS, forbidden.COLLECTING_READS],
+    ids=["asynchronous", "forbidden", "half forbidden"],
+)
 def test_reads_past_the_page_cache(tmp_path: Path, forbid: tuple[int, ...]) -> None:
     """Weights are read straight into their memory, also where a container forbids io_setup."""
     if forbid and not forbidden.works():

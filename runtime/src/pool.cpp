@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "cpu.h"
+#include "own_cpu.h"
 
 namespace ktc {
 namespace {
@@ -82,9 +83,13 @@ void Pool::start_workers(bool pin) {
     pthread_setname_np(slot.thread, name);
     if (!pin) continue;
     const int rc = pin_thread(slot.thread, slot.cpu);
-    if (rc != 0)
+    if (rc == 0) {
+      if (pinned_.size() <= static_cast<size_t>(slot.cpu)) pinned_.resize(slot.cpu + 1);
+      pinned_[slot.cpu] = true;
+    } else {
       warn("cannot pin a worker of node " + std::to_string(slot.node) + " to CPU " +
            std::to_string(slot.cpu) + ": " + std::strerror(rc) + "; it runs unpinned");
+    }
   }
   pthread_sigmask(SIG_SETMASK, &old, nullptr);
   if (error != 0) {
@@ -220,6 +225,7 @@ void Pool::wait(Job* job, bool help) {
       continue;
     }
     Slot& slot = *slots_[0];
+    const OwnCpu own(slot.cpu, pinned_);
     while (!job->done_.load(std::memory_order_acquire)) {
       const uint32_t seen = event_.now();
       Job* head = pin_head(slot);

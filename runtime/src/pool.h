@@ -94,6 +94,7 @@ class Pool {
   std::vector<std::atomic<int>> alive_;       // [node] threads that have not been ended
   std::atomic<int> submitting_{0};            // threads between looking at alive_ and having queued their job
   std::vector<std::unique_ptr<Slot>> slots_;  // slots_[0] belongs to whoever waits, if callers work
+  std::vector<bool> pinned_;                  // [CPU] a worker is pinned there
   int64_t spin_ns_ = 0;
   unsigned fork_generation_;
 

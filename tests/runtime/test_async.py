@@ -31,6 +31,24 @@ def collect(moe: Any, ticket: int, tokens: int, hidden: int) -> np.ndarray:
     return out
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_a_caller_leaves_a_workers_cpu(reference_lib: Any) -> None:
+    """Found on the CPU of a worker, which can go nowhere else, the caller moves; its own CPUs stay what they were."""
+    allowed = os.sched_getaffinity(0)
+    own, workers = sorted(allowed)[:2]
+    layer = Layer(5, 2, 64, 128, SCHEME)
+    moe = layer.build(reference_lib, _runtime.Pool([[own, workers]]))
+    call = layer.route(4)
+    moved = 0
+    for _ in range(20):
+        os.sched_setaffinity(0, {workers})
+        os.sched_setaffinity(0, allowed)  # may go anywhere, and is there
+        run(moe, *call)
+        moved += int(Path("/proc/thread-self/stat").read_text().rsplit(")", 1)[1].split()[36]) == own
+        assert os.sched_getaffinity(0) == allowed
+    assert moved >= 15  # the scheduler may move it back
+
+
 @pytest.mark.parametrize("nodes", [[[0]], [[0, 1]], [[0], [1, 0]]])
 def test_tickets_in_any_order(reference_lib: Any, nodes: list[list[int]]) -> None:
     layer = Layer(5, 2, 64, 128, SCHEME)

@@ -1,0 +1,42 @@
+// A CPU for the thread that works as the pool's first: not one that a worker is pinned to.
+//
+// The caller's thread is the caller's own and is not pinned. If a call finds it on a worker's CPU, that
+// worker, which has no other place to go, waits until the scheduler's next balancing, and the caller does
+// nearly all of a call by itself: on two CPUs a call of a millisecond then takes two.
+#pragma once
+
+#include <sched.h>
+
+#include <vector>
+
+namespace ktc {
+
+// While it lives the thread stays on `cpu`, if it was found on one of `taken`; then it may go anywhere again.
+class OwnCpu {
+ public:
+  // taken: [CPU] whether another thread is pinned there. Where the move is forbidden nothing changes.
+  OwnCpu(int cpu, const std::vector<bool>& taken) {
+    const int here = taken.empty() ? -1 : sched_getcpu();
+    if (here >= 0 && here != cpu && static_cast<size_t>(here) < taken.size() && taken[here]) move(cpu);
+  }
+  ~OwnCpu() {
+    if (moved_) sched_setaffinity(0, sizeof before_, &before_);
+  }
+  OwnCpu(const OwnCpu&) = delete;
+  OwnCpu& operator=(const OwnCpu&) = delete;
+
+ private:
+  void move(int cpu) {
+    // The kernel refuses a mask too short for its CPUs; the caller then stays where it is.
+    if (cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof before_, &before_) != 0) return;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(cpu, &one);
+    moved_ = sched_setaffinity(0, sizeof one, &one) == 0;
+  }
+
+  cpu_set_t before_;
+  bool moved_ = false;
+};
+
+}  // namespace ktc

@@ -55,8 +55,13 @@ def time_kernel(kernel: Kernel, scheme: QuantScheme, n: int, k: int, rows: int, 
     scale = np.ones(max(1, layout.scale_count), np.float32) * 1e-3
     mult = np.full(layout.mult_bytes + 64, 8, np.uint8)
     gated = kernel.struct.epilogue >= 2
-    out = np.zeros((rows, n // 2 if gated else n), np.float32)
+    # As in the runtime: everything in huge pages, rows of the output an odd number of lines apart.
+    columns = n // 2 if gated else n
+    stride = (-(-columns // 16) | 1) * 16
+    out = huge(rows * stride * 4).view(np.float32)
     act = kernel.quantize(rng.standard_normal((rows, k)).astype(np.float32), scheme)
+    act_tiles = huge(act.tiles.nbytes)
+    act_tiles[:] = act.tiles.reshape(-1).view(np.uint8)
     scratch = huge(int(kernel.struct.scratch_bytes) + 4096)
     times = []
     calls = []
@@ -71,11 +76,11 @@ def time_kernel(kernel: Kernel, scheme: QuantScheme, n: int, k: int, rows: int, 
                     m_end=rows,
                     block_begin=b,
                     block_end=min(b + blocks, layout.blocks),
-                    n_out=out.shape[1],
-                    act=Act(ptr(act.tiles), ptr(act.scale), ptr(act.sums)),
+                    n_out=columns,
+                    act=Act(ptr(act_tiles), ptr(act.scale), ptr(act.sums)),
                     weight=weight,
                     out=ptr(out),
-                    ld_out=out.shape[1],
+                    ld_out=stride,
                     scratch=ptr(scratch),
                 )
             )

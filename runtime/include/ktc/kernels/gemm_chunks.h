@@ -82,7 +82,7 @@ KTC_INLINE void chunk_sweep(const ktc_gemm_args& a, int epilogue, const ChunkSwe
   const int64_t size = (c.end - c.begin) * S::kTilesPerStep * kTile;
   for (; m1 - m > R / 2; m += R) {
     const int64_t valid = min64(R, m1 - m);
-    const int64_t due = stream.due(at + size * (m + valid - m0) / (m1 - m0));
+    const int64_t due = stream.aim(at + size * (m + valid - m0) / (m1 - m0));
     chunk_rows<S, V, R>(a, epilogue, c, k, m, valid, sums + 2 * (m - m0), stream,
                         ceil_div(due, c.end - c.begin));
   }
@@ -96,7 +96,7 @@ KTC_NOINLINE void gemm_chunks(const ktc_gemm_args& a, int epilogue) {
   auto* const sums = reinterpret_cast<typename V::I*>(panel + kChunkPanelBytes);
   for (int64_t m = a.m_begin; m < a.m_end; m += at_once) {
     WeightStream<S, V> stream(a, k);
-    for (int64_t due = stream.due(0); due > 0; --due) stream.call();
+    for (int64_t due = stream.aim(0); due > 0; --due) stream.call();
     for (int64_t b = a.block_begin; b < a.block_end; ++b) {
       const uint8_t* const tiles = a.weight.tiles + b * S::block_bytes(k);
       for (int64_t s = 0; s < steps; s += kChunkSteps) {
@@ -104,7 +104,10 @@ KTC_NOINLINE void gemm_chunks(const ktc_gemm_args& a, int epilogue) {
         ChunkSweep c{b, s, min64(s + kChunkSteps, steps), chunk, s + kChunkSteps >= steps};
         if constexpr (S::kFormat == KTC_INT4) {
           const uint8_t* const mult = block_mult<S>(a, b, S::groups(k));
-          for (int64_t i = 0; i < 4 * (c.end - s); ++i) unpack_lines<S, V>(chunk, mult, s, i, panel);
+          for (int64_t i = 0; i < 4 * (c.end - s); ++i) {
+            unpack_piece<S, V>(chunk + i * kUnpackLines * kRowBytes, mult, 4 * s + i,
+                               panel + i / 4 * 2 * kTile + i % 4 * kUnpackLines * kRowBytes);
+          }
           c.bytes = panel;
         }
         chunk_sweep<S, V, V::kIntRows>(a, epilogue, c, k, m, m, min64(m + at_once, a.m_end), sums, stream);

@@ -20,7 +20,7 @@ class TileGemm {
   using Shape = TileShape<S>;
 
  public:
-  explicit TileGemm(const ktc_gemm_args& args) : a_(args), k_(S::k(args.k)), stream_(args, k_) {
+  explicit TileGemm(const ktc_gemm_args& args) : a_(args), k_(S::k(args.k)) {
     steps_ = S::steps(k_);
     const int64_t most = Shape::chunk_steps(args.m_end - args.m_begin);
     chunks_ = ceil_div(steps_, most);
@@ -42,65 +42,85 @@ class TileGemm {
   }
 
  private:
-  /* Side work of one sweep (a pair of A tiles against a chunk): how much of each kind is due. */
-  struct Due {
-    Share rows, pieces, calls;
+  using End = RowEnd<S, V, Epilogue>;
+  using Fill = PanelFill<S, V>;
+  using Stream = WeightStream<S, V>;
+  /* The tiles of one step of a sweep. */
+  struct Tiles {
+    const uint8_t *a0, *a1, *b;
+    KTC_INLINE Tiles at(int64_t step) const {
+      return Tiles{a0 + step * kTile, a1 + step * kTile, b + step * 2 * kTile};
+    }
   };
 
-  /* Rows [m0, m1), all blocks. */
+  /* Rows [m0, m1), all blocks. Side work is in local variables: what can be reached through `this` would be
+   * written and read again around every tile instruction. */
   void rows(int64_t m0, int64_t m1) {
     const int64_t pairs = ceil_div(m1 - m0, Shape::kPairRows);
-    const int64_t sweeps = chunks_ * pairs; /* of one block */
     Chunk chunk{a_.block_begin, 0, min64(chunk_steps_, steps_)};
-    stream_ = WeightStream<S, V>(a_, k_);
-    for (int64_t due = stream_.due(0); due > 0; --due) stream_.call();
+    Stream stream(a_, k_);
+    for (int64_t due = stream.aim(0); due > 0; --due) stream.call();
     int64_t which = 0;
+    Fill fill;
     if constexpr (S::kFormat == KTC_INT4) {
-      fill_.start(a_, k_, chunk, panel_[0]);
-      while (fill_.piece < fill_.pieces) fill_.fill_some();
+      fill.start(a_, k_, chunk, panel_[0], 1);
+      fill.rest();
     }
-    end_ = RowEnd<S, V, Epilogue>{};
-    end_.m0 = m0;
+    End end;
     zero_c();
+    if constexpr (!S::kGroupScale) load(tiles(chunk, m0, m1, chunk_tiles(chunk, which)));
     while (chunk.b < a_.block_end) {
       const Chunk next = following(chunk);
       uint8_t* const sums = sums_[chunk.b & 1];
+      const int64_t steps = chunk.end - chunk.begin;
       const int64_t at = ((next.b - a_.block_begin) * steps_ + next.begin) * S::kTilesPerStep * kTile;
-      if constexpr (S::kFormat == KTC_INT4) fill_.start(a_, k_, next, panel_[which ^ 1]);
-      const uint8_t* b_tiles = S::kFormat == KTC_INT4 ? panel_[which]
-                                                      : a_.weight.tiles + chunk.b * S::block_bytes(k_) +
-                                                            chunk.begin * S::kTilesPerStep * kTile;
+      stream.pace(stream.aim(at), 2 * steps * pairs);
+      if constexpr (S::kFormat == KTC_INT4) fill.start(a_, k_, next, panel_[which ^ 1], steps * pairs);
+      const uint8_t* b_tiles = chunk_tiles(chunk, which);
+      const uint8_t* next_tiles = next.b < a_.block_end ? chunk_tiles(next, which ^ 1) : b_tiles;
       const bool back = backwards(chunk), next_back = backwards(next);
       for (int64_t i = 0; i < pairs; ++i) {
         const bool last = i + 1 == pairs;
         const int64_t p = back ? pairs - 1 - i : i;
         const int64_t then_p = !last ? (back ? p - 1 : p + 1) : next_back ? pairs - 1 : 0;
-        const int64_t m = m0 + p * Shape::kPairRows, steps = chunk.end - chunk.begin;
+        const int64_t m = m0 + p * Shape::kPairRows;
         /* What the accumulators hold after this pair: the same sums, those of another pair, or zero. */
         const bool fresh = (last ? next : chunk).begin == 0;
         const bool stay = then_p == p && !fresh;
         const uint8_t* load = fresh ? nullptr : sums + then_p * Shape::kCBytes;
-        const int64_t sweep = chunk.begin / chunk_steps_ * pairs + i + 1;
-        const Due due{Share(end_.rows * sweep / sweeps - end_.row, steps),
-                      Share(fill_.pieces * (i + 1) / pairs - fill_.piece, steps),
-                      Share(ceil_div(stream_.due(at), pairs - i), 2 * steps)};
-        if (m1 - m > kTileRows) {
-          pair<2>(chunk, b_tiles, due, m, min64(m1 - m, Shape::kPairRows), sums + p * Shape::kCBytes, load,
-                  stay);
+        const int64_t then_m = m0 + then_p * Shape::kPairRows;
+        const Tiles now = tiles(chunk, m, m1, b_tiles);
+        const Tiles then = tiles(last ? next : chunk, then_m, m1, last ? next_tiles : b_tiles);
+        uint8_t* const store = sums + p * Shape::kCBytes;
+        if constexpr (S::kGroupScale) {
+          float* const to = reinterpret_cast<float*>(store);
+          if (two(m, m1)) {
+            grouped<2>(chunk, now, m, min64(m1 - m, Shape::kPairRows), to, end, fill, stream);
+          } else {
+            grouped<1>(chunk, now, m, m1 - m, to, end, fill, stream);
+          }
         } else {
-          pair<1>(chunk, b_tiles, due, m, m1 - m, sums + p * Shape::kCBytes, load, stay);
+          if (two(m, m1)) {
+            sweep<2>(steps, now, then, end, fill, stream);
+          } else {
+            sweep<1>(steps, now, then, end, fill, stream);
+          }
+          if (!stay) {
+            exchange<0>(store, load);
+            exchange<1>(store, load);
+            exchange<2>(store, load);
+            exchange<3>(store, load);
+          }
         }
       }
       if (next.begin == 0) { /* the block is complete */
-        end_.sums = sums;
-        end_.b = chunk.b;
-        end_.rows = m1 - m0;
-        end_.row = 0;
+        end.rest(a_);
+        end.start(sums, chunk.b, m0, m1, steps_ * pairs);
       }
       chunk = next;
       which ^= 1;
     }
-    while (end_.row < end_.rows) end_.finish(a_);
+    end.rest(a_);
   }
 
   /* Every other chunk of a block is swept backwards, so that the pair at the turn keeps its accumulators. */
@@ -134,65 +154,81 @@ class TileGemm {
       t_.template dot_su<C, A, B>();
     }
   }
-  /* Calls come between the tile loads: many at once would take the fill buffers from them. */
+  bool two(int64_t m, int64_t m1) const { return m1 - m > kTileRows; }
+  Tiles tiles(const Chunk& c, int64_t m, int64_t m1, const uint8_t* b) const {
+    const uint8_t* a0 = a_.act.tiles + ((m / kTileRows) * steps_ + c.begin) * kTile;
+    return Tiles{a0, two(m, m1) ? a0 + steps_ * kTile : a0, b};
+  }
+  /* B tiles of a chunk. */
+  const uint8_t* chunk_tiles(const Chunk& c, int64_t which) const {
+    if (S::kFormat == KTC_INT4) return panel_[which];
+    return a_.weight.tiles + c.b * S::block_bytes(k_) + c.begin * S::kTilesPerStep * kTile;
+  }
+  KTC_INLINE void load(const Tiles& t) {
+    t_.template load_stream<4>(t.a0);
+    t_.template load<6>(t.b);
+    t_.template load_stream<5>(t.a1);
+    t_.template load<7>(t.b + kTile);
+  }
+  /* The products of the tiles that are loaded, and between them the loads of the next step's: a load that
+   * stands behind the product that waits for it would start too late. */
   template <int MT>
-  KTC_INLINE void product(const uint8_t* a0, const uint8_t* a1, const uint8_t* b, WeightStream<S, V>& stream,
-                          const Share& calls, int32_t s) {
-    t_.template load<6>(b);
-    t_.template load_stream<4>(a0);
-    for (int32_t i = calls.at(2 * s); i > 0; --i) stream.call();
+  KTC_INLINE void products(const Tiles& next, Stream& stream) {
     dot<0, 4, 6>();
     if (MT == 2) {
-      t_.template load_stream<5>(a1);
+      dot<1, 4, 7>();
+      t_.template load_stream<4>(next.a0);
+      stream.step();
+      dot<2, 5, 6>();
+      t_.template load<6>(next.b);
+      dot<3, 5, 7>();
+      t_.template load_stream<5>(next.a1);
+    } else {
+      t_.template load<6>(next.b);
+      stream.step();
+      dot<1, 4, 7>();
+      t_.template load_stream<4>(next.a0);
+      t_.template load_stream<5>(next.a1);
+    }
+    stream.step();
+    t_.template load<7>(next.b + kTile);
+  }
+  KTC_INLINE void side(End& end, Fill& fill) {
+    if constexpr (S::kFormat == KTC_INT4) fill.step();
+    end.step(a_);
+  }
+  /* One pair of A tiles (or one tile) against one chunk, whose first tiles are loaded; `then`: the first
+   * tiles of the next sweep. */
+  template <int MT>
+  KTC_INLINE void sweep(int64_t steps, const Tiles& now, const Tiles& then, End& end, Fill& fill,
+                        Stream& stream) {
+    for (int64_t s = 1; s < steps; ++s) {
+      products<MT>(now.at(s), stream);
+      side(end, fill);
+    }
+    side(end, fill);
+    products<MT>(then, stream);
+  }
+
+  /* Loads and products of one run of a group (fp32 group scales). */
+  template <int MT>
+  KTC_INLINE void product(const Tiles& at) {
+    t_.template load<6>(at.b);
+    t_.template load_stream<4>(at.a0);
+    dot<0, 4, 6>();
+    if (MT == 2) {
+      t_.template load_stream<5>(at.a1);
       dot<2, 5, 6>();
     }
-    t_.template load<7>(b + kTile);
-    for (int32_t i = calls.at(2 * s + 1); i > 0; --i) stream.call();
+    t_.template load<7>(at.b + kTile);
     dot<1, 4, 7>();
     if (MT == 2) dot<3, 5, 7>();
   }
-
-  /* One pair of A tiles (or one tile) against one chunk; see `rows` for load and stay. */
-  template <int MT>
-  KTC_INLINE void pair(const Chunk& c, const uint8_t* b_tiles, const Due& due, int64_t m, int64_t rows,
-                       uint8_t* sums, const uint8_t* load, bool stay) {
-    const uint8_t* a0 = a_.act.tiles + ((m / kTileRows) * steps_ + c.begin) * kTile;
-    const uint8_t* a1 = MT == 2 ? a0 + steps_ * kTile : a0;
-    const int32_t steps = int32_t(c.end - c.begin);
-    RowEnd<S, V, Epilogue> end = end_;
-    PanelFill<S, V> fill = fill_;
-    WeightStream<S, V> stream = stream_;
-    if constexpr (S::kGroupScale) {
-      grouped<MT>(c, a0, a1, b_tiles, due, m, rows, reinterpret_cast<float*>(sums), end, fill, stream);
-    } else {
-      for (int32_t s = 0; s < steps; ++s) {
-        product<MT>(a0 + s * kTile, a1 + s * kTile, b_tiles + s * 2 * kTile, stream, due.calls, s);
-        side(due, s, end, fill);
-      }
-      if (!stay) {
-        exchange<0>(sums, load);
-        exchange<1>(sums, load);
-        exchange<2>(sums, load);
-        exchange<3>(sums, load);
-      }
-    }
-    end_ = end;
-    fill_ = fill;
-    stream_ = stream;
-  }
-  KTC_INLINE void side(const Due& due, int32_t s, RowEnd<S, V, Epilogue>& end, PanelFill<S, V>& fill) {
-    if constexpr (S::kFormat == KTC_INT4) {
-      for (int32_t i = due.pieces.at(s); i > 0; --i) fill.fill_some();
-    }
-    for (int32_t i = due.rows.at(s); i > 0; --i) end.finish(a_);
-  }
-
   /* fp32 group scales: products of one group, then sums += scale * (products - offset * sum of x). The
    * vector part of a group is done while the tiles work on the next one. */
   template <int MT>
-  KTC_INLINE void grouped(const Chunk& c, const uint8_t* a0, const uint8_t* a1, const uint8_t* b_tiles,
-                          const Due& due, int64_t m, int64_t rows, float* sums, RowEnd<S, V, Epilogue>& end,
-                          PanelFill<S, V>& fill, WeightStream<S, V>& stream) {
+  KTC_INLINE void grouped(const Chunk& c, const Tiles& now, int64_t m, int64_t rows, float* sums, End& end,
+                          Fill& fill, Stream& stream) {
     constexpr int64_t kGroup = S::kGroup ? S::kGroup : 64;
     constexpr int64_t kGroupRuns = kGroup / Shape::kRunBytes;
     const int64_t runs = (c.end - c.begin) * Shape::kRunsPerStep;
@@ -206,12 +242,16 @@ class TileGemm {
       for (; run < stop_run; ++run) {
         const int64_t s = run / Shape::kRunsPerStep, part = run % Shape::kRunsPerStep;
         const int64_t at = s * kTile + part * Shape::kRunBytes;
-        product<MT>(a0 + at, a1 + at, b_tiles + s * 2 * kTile + part * Shape::kRunBytes / 4 * kRowBytes,
-                    stream, part == 0 ? due.calls : Share(0, 1), int32_t(s));
+        product<MT>(
+            Tiles{now.a0 + at, now.a1 + at, now.b + s * 2 * kTile + part * Shape::kRunBytes / 4 * kRowBytes});
         for (const int64_t stop = min64(row + per_run, rows); row < stop; ++row) {
           add_row(group_[which ^ 1], m, c.b, g - 1, row, sums, first);
         }
-        if (part == 0) side(due, int32_t(s), end, fill);
+        if (part == 0) {
+          stream.step();
+          stream.step();
+          side(end, fill);
+        }
       }
       if (g > c.begin * 64 / kGroup) first = false;
       exchange<0>(group_[which], nullptr);
@@ -238,9 +278,6 @@ class TileGemm {
   const ktc_gemm_args& a_;
   const int64_t k_;
   T t_;
-  RowEnd<S, V, Epilogue> end_;
-  PanelFill<S, V> fill_;
-  WeightStream<S, V> stream_;
   int64_t steps_, chunk_steps_, chunks_;
   uint8_t *panel_[2], *sums_[2] /* [block % 2] */, *group_[2];
 };

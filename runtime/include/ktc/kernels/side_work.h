@@ -50,75 +50,97 @@ struct Chunk {
   int64_t b, begin, end;
 };
 
-/* `total` pieces of work over `steps` steps. */
-struct Share {
-  int32_t each, more;
-  KTC_INLINE Share(int64_t total, int64_t steps)
-      : each(int32_t(uint32_t(total) / uint32_t(steps))), more(int32_t(uint32_t(total) % uint32_t(steps))) {}
-  KTC_INLINE int32_t at(int32_t step) const { return each + (step < more); }
-};
-
 /* Rows of one block whose sums are complete; the next block's sums go elsewhere meanwhile. */
 template <class S, class V, int Epilogue>
-struct RowEnd {
-  using I = typename V::I;
-  const uint8_t* sums = nullptr; /* of pair 0; a pair's follow kCBytes further on */
-  int64_t b = 0;                 /* the block */
-  int64_t m0 = 0, rows = 0;      /* its rows are [m0, m0 + rows) */
-  int64_t row = 0;               /* next one to finish */
+class RowEnd {
+ public:
+  /* Rows [m0, m1) of block b, over `steps` steps. `sums` of the first pair; a pair's follow 4 tiles further
+   * on. */
+  KTC_INLINE void start(const uint8_t* sums, int64_t b, int64_t m0, int64_t m1, int64_t steps) {
+    next_ = sums;
+    b_ = b;
+    m_ = m0;
+    m0_ = m0;
+    m1_ = m1;
+    pace_.set(m1 - m0, steps);
+  }
+  KTC_INLINE void step(const ktc_gemm_args& a) {
+    for (int32_t n = pace_.due(); n > 0; --n) finish(a);
+  }
+  KTC_INLINE void rest(const ktc_gemm_args& a) {
+    while (m_ < m1_) finish(a);
+  }
+
+ private:
+  static constexpr int64_t kReady = 4; /* rows later */
 
   KTC_INLINE void finish(const ktc_gemm_args& a) {
-    const int64_t m = m0 + row;
-    const uint64_t r = uint64_t(row++);
-    const uint8_t* c = sums + r / kTileRows * (2 * kTile) + r % kTileRows * kRowBytes;
+    if (m_ >= m1_) return;
+    const int64_t m = m_++;
+    const uint8_t* const c = next_;
+    next_ += (m_ - m0_) % kTileRows ? kRowBytes : kRowBytes + kTile;
     ready(a, m);
     if constexpr (S::kGroupScale || !S::kInteger) {
       Vectors<V, 1> y0{{V::load(reinterpret_cast<const float*>(c))}};
       Vectors<V, 1> y1{{V::load(reinterpret_cast<const float*>(c + kTile))}};
       if constexpr (S::kInteger) {
-        emit_grouped<S, V, 1>(a, Epilogue, m, b, y0, y1);
+        emit_grouped<S, V, 1>(a, Epilogue, m, b_, y0, y1);
       } else {
-        emit<V, 1>(a, Epilogue, m, b, y0, y1);
+        emit<V, 1>(a, Epilogue, m, b_, y0, y1);
       }
     } else {
-      emit_int<S, V, 1>(a, Epilogue, m, b, {V::iload(reinterpret_cast<const int32_t*>(c))},
+      emit_int<S, V, 1>(a, Epilogue, m, b_, {V::iload(reinterpret_cast<const int32_t*>(c))},
                         {V::iload(reinterpret_cast<const int32_t*>(c + kTile))});
     }
   }
-
- private:
-  static constexpr int64_t kReady = 4; /* rows later */
   /* Output lines of a later row, fetched for writing. */
   KTC_INLINE void ready(const ktc_gemm_args& a, int64_t m) const {
-    if (Epilogue == KTC_SCATTER_ADD && m + kReady >= m0 + rows) return;
+    if (Epilogue == KTC_SCATTER_ADD && m + kReady >= m1_) return;
     const int64_t to = Epilogue == KTC_SCATTER_ADD ? a.row_index[m + kReady] : m + kReady;
-    const float* out = a.out + to * a.ld_out + b * (is_gated(Epilogue) ? 16 : kBlockRows);
+    const float* out = a.out + to * a.ld_out + b_ * (is_gated(Epilogue) ? 16 : kBlockRows);
     V::prefetch_write(out);
     if (!is_gated(Epilogue)) V::prefetch_write(out + 16);
   }
+
+  const uint8_t* next_ = nullptr;
+  int64_t b_ = 0, m0_ = 0, m_ = 0, m1_ = 0; /* the block; its rows, and the next one to finish */
+  Pace pace_;
 };
 
-/* The next chunk of int4 weights on its way into a panel, four lines at a time. */
+/* The next chunk of int4 weights on its way into a panel, a piece of four lines at a time. */
 template <class S, class V>
-struct PanelFill {
-  const uint8_t* tiles = nullptr;
-  const uint8_t* mult = nullptr;
-  uint8_t* panel = nullptr;
-  int64_t begin = 0;             /* first step of the chunk */
-  int64_t piece = 0, pieces = 0; /* next one; all */
+class PanelFill {
+ public:
+  /* Over `steps` steps; nothing to do behind the last block. */
+  KTC_INLINE void start(const ktc_gemm_args& a, int64_t k, const Chunk& next, uint8_t* panel, int64_t steps) {
+    lines_ = a.weight.tiles + next.b * S::block_bytes(k) + next.begin * S::kTilesPerStep * kTile;
+    if constexpr (S::kMultiplier) mult_ = block_mult<S>(a, next.b, S::groups(k));
+    panel_ = panel;
+    first_ = 4 * next.begin;
+    piece_ = 0;
+    pieces_ = next.b < a.block_end ? (next.end - next.begin) * kTileRows / kUnpackLines : 0;
+    pace_.set(pieces_, steps);
+  }
+  KTC_INLINE void step() {
+    for (int32_t n = pace_.due(); n > 0; --n) fill();
+  }
+  KTC_INLINE void rest() {
+    while (piece_ < pieces_) fill();
+  }
 
-  KTC_INLINE void start(const ktc_gemm_args& a, int64_t k, const Chunk& next, uint8_t* to) {
-    tiles = a.weight.tiles + next.b * S::block_bytes(k) + next.begin * S::kTilesPerStep * kTile;
-    if constexpr (S::kMultiplier) mult = block_mult<S>(a, next.b, S::groups(k));
-    panel = to;
-    begin = next.begin;
-    piece = 0;
-    pieces = next.b < a.block_end ? (next.end - next.begin) * kTileRows / kUnpackLines : 0;
+ private:
+  KTC_INLINE void fill() {
+    if (piece_ >= pieces_) return;
+    unpack_piece<S, V>(lines_, mult_, first_ + piece_, panel_);
+    lines_ += kUnpackLines * kRowBytes;
+    panel_ += kUnpackLines * kRowBytes;
+    if (++piece_ % 4 == 0) panel_ += kTile;
   }
-  KTC_INLINE void fill_some() {
-    unpack_lines<S, V>(tiles, mult, begin, piece, panel);
-    ++piece;
-  }
+
+  const uint8_t *lines_ = nullptr, *mult_ = nullptr;
+  uint8_t* panel_ = nullptr;
+  int64_t first_ = 0, piece_ = 0, pieces_ = 0; /* the chunk's first piece of the block; the next one; all */
+  Pace pace_;
 };
 
 }  // namespace ktc

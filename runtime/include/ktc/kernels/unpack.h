@@ -74,17 +74,15 @@ KTC_INLINE const uint8_t* block_mult(const ktc_gemm_args& a, int64_t b, int64_t 
 /* Lines of one piece: all of one group. */
 constexpr int64_t kUnpackLines = 4;
 
-/* Piece i (lines [4i, 4i + 4)) of a chunk of a block that begins with step s_begin, into the chunk's panel.
- * Weights come from L2, where they have been called long before. */
+/* The piece whose lines begin at `lines` and which is the block's i-th (16 columns of k each), to `out` (the
+ * first of the two tiles). Weights come from L2, where they have been called long before. */
 template <class S, class V>
-KTC_INLINE void unpack_lines(const uint8_t* chunk, const uint8_t* mult, uint64_t s_begin, uint64_t i,
-                             uint8_t* panel) {
-  NibbleLines<S, V, true> lines(chunk, nullptr, mult);
-  if constexpr (S::kMultiplier) lines.group(int64_t((64 * s_begin + 16 * i) / uint64_t(S::kGroup)));
-  uint8_t* out = panel + i / 4 * 2 * kTile + i % 4 * kUnpackLines * kRowBytes;
+KTC_INLINE void unpack_piece(const uint8_t* lines, const uint8_t* mult, int64_t i, uint8_t* out) {
+  NibbleLines<S, V, true> from(lines, nullptr, mult);
+  if constexpr (S::kMultiplier) from.group(int64_t(uint64_t(16 * i) / uint64_t(S::kGroup)));
   _Pragma("GCC unroll 4") for (int64_t l = 0; l < kUnpackLines; ++l) {
     typename V::B w0, w1;
-    lines.line(int64_t(kUnpackLines * i) + l, &w0, &w1);
+    from.line(l, &w0, &w1);
     V::bstore(out + l * kRowBytes, w0);
     V::bstore(out + l * kRowBytes + kTile, w1);
   }

@@ -12,6 +12,26 @@
 
 namespace ktc {
 
+/* Spreads a number of pieces of work evenly over a number of steps. */
+class Pace {
+ public:
+  KTC_INLINE void set(int64_t total, int64_t steps) {
+    rate_ = total > 0 ? uint32_t((uint64_t(total) * kOne + uint64_t(steps) - 1) / uint64_t(steps)) : 0;
+    owed_ = 0;
+  }
+  /* Pieces of this step; over all steps `total` or a little more. */
+  KTC_INLINE int32_t due() {
+    owed_ += rate_;
+    const int32_t n = int32_t(owed_ / kOne);
+    owed_ %= kOne;
+    return n;
+  }
+
+ private:
+  static constexpr uint32_t kOne = 1 << 16;
+  uint32_t rate_ = 0, owed_ = 0;
+};
+
 template <class S, class V>
 class WeightStream {
   static constexpr int64_t kPage = 4096, kPages = 4, kWindow = kPages * kPage;
@@ -32,13 +52,20 @@ class WeightStream {
     }
   }
 
-  /* Calls to be made before byte `at` of the task's weights is used. */
-  KTC_INLINE int64_t due(int64_t at) const {
-    const int64_t all = min64(calls_, (at + kAhead) / kCallBytes);
-    return all > called_ ? all - called_ : 0;
+  /* From here on calls are those that must be made before byte `at` of the task's weights is used. Returns
+   * how many are left to make. */
+  KTC_INLINE int64_t aim(int64_t at) {
+    limit_ = min64(calls_, (at + kAhead) / kCallBytes);
+    return limit_ - called_;
+  }
+  /* Makes the calls of one of `steps` steps; `aim` and `pace` come before. */
+  KTC_INLINE void pace(int64_t calls, int64_t steps) { pace_.set(calls, steps); }
+  KTC_INLINE void step() {
+    for (int32_t n = pace_.due(); n > 0; --n) call();
   }
   /* Prefetches may point past the end: they never fault. */
   KTC_INLINE void call() {
+    if (called_ >= limit_) return;
     V::prefetch_l2(next_);
     V::prefetch_l2(next_ + kPage);
     V::prefetch_l2(next_ + 2 * kPage);
@@ -55,7 +82,8 @@ class WeightStream {
   const uint8_t* next_;
   const uint8_t* next_mult_ = nullptr;
   int64_t mult_step_ = 0;
-  int64_t called_ = 0, calls_;
+  int64_t called_ = 0, limit_ = 0, calls_;
+  Pace pace_;
 };
 
 }  // namespace ktc

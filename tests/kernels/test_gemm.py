@@ -224,6 +224,28 @@ def test_s7_offsets_beyond_31_bits(library: KernelLibrary, scheme: QuantScheme) 
         assert_close(out[row : row + 1], ref, w, kernel.name)
 
 
+@pytest.mark.parametrize("scheme", [SCHEMES[0], SCHEMES[2], QuantScheme("int4", "group", 128)], ids=str)
+def test_large_outputs_past_the_caches(library: KernelLibrary, scheme: QuantScheme) -> None:
+    """Outputs above 256 KB in aligned rows may be stored past the caches: the same bits, and no column more."""
+    m, n, stride = 150, 520, 528
+    rng = np.random.default_rng(12)
+    w = random_weights(n, 192, scheme, rng)
+    x = rng.standard_normal((m, 192)).astype(np.float32)
+    space = np.empty(m * stride + 32, np.float32)
+    start = -space.ctypes.data % 64 // 4
+    for kernel in library.find(scheme, "store"):
+        act = kernel.quantize(x, scheme)
+        outs = []
+        for offset in (0, 1):  # the second is not aligned
+            space.fill(np.nan)
+            out = space[start + offset :][: m * stride].reshape(m, stride)
+            kernel.gemm(act, w, out)
+            assert np.isnan(out[:, n:]).all() and np.isnan(space).sum() == space.size - m * n, kernel.name
+            outs.append(out[:, :n].copy())
+        assert np.array_equal(*outs), kernel.name
+        assert_close(outs[0], gemm(x, w)[:, :n], w, kernel.name)
+
+
 def test_outputs_need_no_padding(library: KernelLibrary) -> None:
     """n_out cuts a block anywhere; nothing past it is touched, for STORE and SCATTER_ADD."""
     rng = np.random.default_rng(9)

@@ -54,6 +54,10 @@ struct Avx2 {
   static KTC_INLINE void store(float* p, F a) {
     for (int i = 0; i < 2; ++i) _mm256_storeu_ps(p + 8 * i, a.v[i]);
   }
+  static KTC_INLINE void store_past(float* p, F a) {
+    for (int i = 0; i < 2; ++i) _mm256_stream_ps(p + 8 * i, a.v[i]);
+  }
+  static KTC_INLINE void fence_past() { _mm_sfence(); }
   static KTC_INLINE void store_n(float* p, F a, int n) {
     const I mask = first(n);
     for (int i = 0; i < 2; ++i) _mm256_maskstore_ps(p + 8 * i, mask.v[i], a.v[i]);

@@ -29,6 +29,8 @@ struct Avx512 {
   static KTC_INLINE F load(const float* p) { return _mm512_loadu_ps(p); }
   static KTC_INLINE F load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
   static KTC_INLINE void store(float* p, F a) { _mm512_storeu_ps(p, a); }
+  static KTC_INLINE void store_past(float* p, F a) { _mm512_stream_ps(p, a); }
+  static KTC_INLINE void fence_past() { _mm_sfence(); }
   static KTC_INLINE void store_n(float* p, F a, int n) { _mm512_mask_storeu_ps(p, first(n), a); }
   static KTC_INLINE F add(F a, F b) { return _mm512_add_ps(a, b); }
   static KTC_INLINE F sub(F a, F b) { return _mm512_sub_ps(a, b); }

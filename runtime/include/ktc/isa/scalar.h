@@ -43,6 +43,9 @@ struct Scalar {
     return r;
   }
   static KTC_INLINE void store(float* p, F a) { memcpy(p, &a, sizeof a); }
+  /* Past the caches, where that exists; `fence_past` before anybody else reads it. */
+  static KTC_INLINE void store_past(float* p, F a) { store(p, a); }
+  static KTC_INLINE void fence_past() {}
   static KTC_INLINE void store_n(float* p, F a, int n) { memcpy(p, &a, sizeof(float) * size_t(n)); }
   static KTC_INLINE F add(F a, F b) { return a + b; }
   static KTC_INLINE F sub(F a, F b) { return a - b; }

@@ -39,10 +39,11 @@ KTC_INLINE void add_columns(float* p, typename V::F y, int64_t columns) {
   }
 }
 
-/* y0, y1: rows 32b..32b+15 and 32b+16..32b+31 of the product for activation rows m..m+N, scaled, no bias. */
+/* y0, y1: rows 32b..32b+15 and 32b+16..32b+31 of the product for activation rows m..m+N, scaled, no bias.
+ * `past`: STORE may go past the caches (the caller has checked alignment, and fences). */
 template <class V, int N>
 KTC_INLINE void emit(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, Vectors<V, N>& y0,
-                     Vectors<V, N>& y1) {
+                     Vectors<V, N>& y1, bool past = false) {
   using F = typename V::F;
   if (a.weight.bias) {
     const F b0 = V::load(a.weight.bias + b * kBlockRows), b1 = V::load(a.weight.bias + b * kBlockRows + 16);
@@ -79,6 +80,11 @@ KTC_INLINE void emit(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b,
     }
   } else {
     float* out = a.out + m * a.ld_out + n;
+    if (past && columns >= kBlockRows) {
+      KTC_EACH(N, V::store_past(out + i * a.ld_out, y0.v[i]));
+      KTC_EACH(N, V::store_past(out + i * a.ld_out + 16, y1.v[i]));
+      return;
+    }
     KTC_EACH(N, store_columns<V>(out + i * a.ld_out, y0.v[i], columns));
     KTC_EACH(N, store_columns<V>(out + i * a.ld_out + 16, y1.v[i], columns - 16));
   }
@@ -87,7 +93,7 @@ KTC_INLINE void emit(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b,
 /* Integer accumulators over the whole of K (channel scales, multipliers). */
 template <class S, class V, int N>
 KTC_INLINE void emit_int(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b,
-                         const typename V::I (&acc0)[N], const typename V::I (&acc1)[N]) {
+                         const typename V::I (&acc0)[N], const typename V::I (&acc1)[N], bool past = false) {
   using F = typename V::F;
   const F s0 = V::load(a.weight.scale + b * kBlockRows), s1 = V::load(a.weight.scale + b * kBlockRows + 16);
   typename V::I comp[N];
@@ -97,19 +103,19 @@ KTC_INLINE void emit_int(const ktc_gemm_args& a, int epilogue, int64_t m, int64_
   KTC_EACH(N, row[i] = V::set1(a.act.scale[m + i]));
   KTC_EACH(N, y0.v[i] = V::mul(V::to_float(V::isub(acc0[i], comp[i])), V::mul(row[i], s0)));
   KTC_EACH(N, y1.v[i] = V::mul(V::to_float(V::isub(acc1[i], comp[i])), V::mul(row[i], s1)));
-  emit<V, N>(a, epilogue, m, b, y0, y1);
+  emit<V, N>(a, epilogue, m, b, y0, y1, past);
 }
 
 /* Sums over groups that carry the weight scales already. */
 template <class S, class V, int N>
 KTC_INLINE void emit_grouped(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, Vectors<V, N>& sum0,
-                             Vectors<V, N>& sum1) {
+                             Vectors<V, N>& sum1, bool past = false) {
   for (int i = 0; i < N; ++i) {
     const typename V::F row = V::set1(a.act.scale[m + i]);
     sum0.v[i] = V::mul(sum0.v[i], row);
     sum1.v[i] = V::mul(sum1.v[i], row);
   }
-  emit<V, N>(a, epilogue, m, b, sum0, sum1);
+  emit<V, N>(a, epilogue, m, b, sum0, sum1, past);
 }
 
 /* One group: sum + (acc - offset * sum of x) * scale[b][g]. */

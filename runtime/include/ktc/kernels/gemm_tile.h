@@ -66,7 +66,7 @@ class TileGemm {
       fill.start(a_, k_, chunk, panel_[0], 1);
       fill.rest();
     }
-    End end;
+    End end(a_);
     zero_c();
     if constexpr (!S::kGroupScale) load(tiles(chunk, m0, m1, chunk_tiles(chunk, which)));
     while (chunk.b < a_.block_end) {
@@ -121,6 +121,7 @@ class TileGemm {
       which ^= 1;
     }
     end.rest(a_);
+    end.done();
   }
 
   /* Every other chunk of a block is swept backwards, so that the pair at the turn keeps its accumulators. */

@@ -54,6 +54,7 @@ struct Chunk {
 template <class S, class V, int Epilogue>
 class RowEnd {
  public:
+  explicit RowEnd(const ktc_gemm_args& a) : past_(goes_past(a)) {}
   /* Rows [m0, m1) of block b, over `steps` steps. `sums` of the first pair; a pair's follow 4 tiles further
    * on. */
   KTC_INLINE void start(const uint8_t* sums, int64_t b, int64_t m0, int64_t m1, int64_t steps) {
@@ -70,8 +71,20 @@ class RowEnd {
   KTC_INLINE void rest(const ktc_gemm_args& a) {
     while (m_ < m1_) finish(a);
   }
+  /* After the last row: what went past the caches is in memory for whoever is told so. */
+  KTC_INLINE void done() const {
+    if (past_) V::fence_past();
+  }
 
  private:
+  /* An output as large as this will have left L2 before it is read. Stored past the caches it need not be
+   * fetched first, and displaces nothing. */
+  static constexpr int64_t kPastBytes = 256 << 10;
+  static bool goes_past(const ktc_gemm_args& a) {
+    return Epilogue == KTC_STORE && reinterpret_cast<uintptr_t>(a.out) % kRowBytes == 0 &&
+           a.ld_out % 16 == 0 && (a.m_end - a.m_begin) * a.n_out * int64_t(sizeof(float)) >= kPastBytes;
+  }
+
   static constexpr int64_t kReady = 4; /* rows later */
 
   KTC_INLINE void finish(const ktc_gemm_args& a) {
@@ -79,18 +92,18 @@ class RowEnd {
     const int64_t m = m_++;
     const uint8_t* const c = next_;
     next_ += (m_ - m0_) % kTileRows ? kRowBytes : kRowBytes + kTile;
-    ready(a, m);
+    if (!past_) ready(a, m);
     if constexpr (S::kGroupScale || !S::kInteger) {
       Vectors<V, 1> y0{{V::load(reinterpret_cast<const float*>(c))}};
       Vectors<V, 1> y1{{V::load(reinterpret_cast<const float*>(c + kTile))}};
       if constexpr (S::kInteger) {
-        emit_grouped<S, V, 1>(a, Epilogue, m, b_, y0, y1);
+        emit_grouped<S, V, 1>(a, Epilogue, m, b_, y0, y1, past_);
       } else {
-        emit<V, 1>(a, Epilogue, m, b_, y0, y1);
+        emit<V, 1>(a, Epilogue, m, b_, y0, y1, past_);
       }
     } else {
       emit_int<S, V, 1>(a, Epilogue, m, b_, {V::iload(reinterpret_cast<const int32_t*>(c))},
-                        {V::iload(reinterpret_cast<const int32_t*>(c + kTile))});
+                        {V::iload(reinterpret_cast<const int32_t*>(c + kTile))}, past_);
     }
   }
   /* Output lines of a later row, fetched for writing. */
@@ -102,6 +115,7 @@ class RowEnd {
     if (!is_gated(Epilogue)) V::prefetch_write(out + 16);
   }
 
+  const bool past_;
   const uint8_t* next_ = nullptr;
   int64_t b_ = 0, m0_ = 0, m_ = 0, m1_ = 0; /* the block; its rows, and the next one to finish */
   Pace pace_;

@@ -189,7 +189,6 @@ class TileGemm {
       stream.step();
       dot<1, 4, 7>();
       t_.template load_stream<4>(next.a0);
-      t_.template load_stream<5>(next.a1);
     }
     stream.step();
     t_.template load<7>(next.b + kTile);
@@ -209,6 +208,7 @@ class TileGemm {
     }
     side(end, fill);
     products<MT>(then, stream);
+    if (MT == 1) t_.template load_stream<5>(then.a1);
   }
 
   /* Loads and products of one run of a group (fp32 group scales). */

@@ -22,7 +22,8 @@ def device_line(sweep: Sweep) -> str:
     scaled = f", its times multiplied by {sweep.factor:.3g}" if sweep.factor != 1 else ""
     job = sweep.hardware.cpu.job * 1e6
     return (
-        f"device: {sweep.hardware.device.name}, emulated{scaled}; experts: {sweep.threads} threads,"
+        f"device: {sweep.hardware.device.name}, emulated{scaled};"
+        f" experts: {sweep.threads} thread{'s' * (sweep.threads != 1)},"
         f" {sweep.expert_seconds * 1e3:.3f} ms a layer at K = 0, a second job {job:.0f} us more"
     )
 

@@ -46,7 +46,7 @@ class LoadReport:
             f"{format_bytes(self.weight_bytes)} of weights in {format_seconds(self.seconds)},"
             f" {self.huge_bytes / self.weight_bytes:.0%} in huge pages;"
             f" kernels {self.variant}{f' ({self.force_kernel} forced)' if self.force_kernel else ''},"
-            f" {sum(self.threads)} threads{nodes}"
+            f" {sum(self.threads)} thread{'s' * (sum(self.threads) != 1)}{nodes}"
             if self.weight_bytes
             else "no packed weights: everything runs on Hugging Face's own code"
         )

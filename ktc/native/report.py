@@ -54,7 +54,7 @@ class NativeReport:
         out = [
             f"native graph: {format_bytes(self.weight_bytes)} of weights in {format_seconds(self.seconds)},"
             f" {share:.0%} in huge pages; kernels {self.variant}, operators {self.isa},"
-            f" prefill attention {self.attention}, {sum(self.threads)} threads",
+            f" prefill attention {self.attention}, {sum(self.threads)} thread{'s' * (sum(self.threads) != 1)}",
             f"  caches {format_bytes(self.cache_bytes)} for {self.context} positions,"
             f" scratch {format_bytes(self.arena_bytes)}",
         ]

@@ -31,15 +31,22 @@ class Event {
 
   // Returns once the count differs from `seen` (or spuriously). Spins for at most spin_ns.
   void wait(uint32_t seen, int64_t spin_ns) {
-    if (spin_ns > 0) {
-      const int64_t deadline = now_ns() + spin_ns;
-      do {
-        for (int i = 0; i < 16; ++i) {
-          if (now() != seen) return;
-          __builtin_ia32_pause();
-        }
-      } while (now_ns() < deadline);
-    }
+    if (!spin(seen, spin_ns)) sleep(seen);
+  }
+  // The first half of `wait`: whether the count differs.
+  bool spin(uint32_t seen, int64_t spin_ns) const {
+    if (spin_ns <= 0) return false;
+    const int64_t deadline = now_ns() + spin_ns;
+    do {
+      for (int i = 0; i < 16; ++i) {
+        if (now() != seen) return true;
+        __builtin_ia32_pause();
+      }
+    } while (now_ns() < deadline);
+    return false;
+  }
+  // The second half.
+  void sleep(uint32_t seen) {
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     // The kernel compares the word again, so a notify between our check and the sleep is not lost.
     syscall(SYS_futex, word(), FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);

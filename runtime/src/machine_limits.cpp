@@ -39,6 +39,12 @@ ComputeKernel compute_kernel(const std::string& kind) {
   return nullptr;
 }
 
+uint64_t (*read_kernel())(const uint8_t*, int64_t) {
+  const std::vector<std::string> features = cpu_features();
+  if (has(features, "avx512f")) return &limits::read_avx512;
+  return has(features, "avx2") ? &limits::read_avx2 : &limits::read_generic;
+}
+
 void pin_self(int cpu) {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -113,6 +119,10 @@ ReadProbe::ReadProbe(int64_t nbytes, bool huge) : nbytes_(nbytes / kHugePage * k
   }
   // An untouched page is the shared zero page, which lies in the cache.
   for (int64_t at = 0; at < nbytes_; at += 4096) data_[at] = static_cast<uint8_t>(at >> 12);
+  // The first read of what was written takes up to twice as long on some servers. Weights are read many
+  // times.
+  const volatile uint64_t first = read_kernel()(data_, nbytes_);
+  (void)first;
 }
 
 ReadProbe::~ReadProbe() {
@@ -120,10 +130,7 @@ ReadProbe::~ReadProbe() {
 }
 
 double ReadProbe::sample(const std::vector<int>& cpus) {
-  const std::vector<std::string> features = cpu_features();
-  const auto read = has(features, "avx512f") ? &limits::read_avx512
-                    : has(features, "avx2")  ? &limits::read_avx2
-                                             : &limits::read_generic;
+  const auto read = read_kernel();
   const int64_t count = static_cast<int64_t>(cpus.size());
   const int64_t share = std::min(kReadPerThread, nbytes_ / std::max<int64_t>(count, 1) / 4096 * 4096);
   if (next_ + share * count > nbytes_) next_ = 0;

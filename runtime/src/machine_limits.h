@@ -24,7 +24,7 @@ double measure_compute(const std::string& kind, const std::vector<int>& cpus, do
 // A buffer to read through. Larger than any cache, it measures DRAM.
 class ReadProbe {
  public:
-  // `huge`: 2 MB pages where the kernel gives them; else 4 KB pages for certain. Every page is touched.
+  // `huge`: 2 MB pages where the kernel gives them; else 4 KB pages for certain. All of it is read once.
   // Throws std::bad_alloc, std::invalid_argument for less than 1 MB.
   ReadProbe(int64_t nbytes, bool huge);
   ~ReadProbe();

@@ -11,13 +11,18 @@
 
 namespace ktc {
 
-// While it lives the thread stays on `cpu`, if it was found on one of `taken`; then it may go anywhere again.
+// While it lives the thread stays on `cpu`, if it was found on one of `taken` or has slept; then it may go
+// anywhere again.
 class OwnCpu {
  public:
   // taken: [CPU] whether another thread is pinned there. Where the move is forbidden nothing changes.
-  OwnCpu(int cpu, const std::vector<bool>& taken) {
+  OwnCpu(int cpu, const std::vector<bool>& taken) : cpu_(taken.empty() ? -1 : cpu) {
     const int here = taken.empty() ? -1 : sched_getcpu();
-    if (here >= 0 && here != cpu && static_cast<size_t>(here) < taken.size() && taken[here]) move(cpu);
+    if (here >= 0 && here != cpu && static_cast<size_t>(here) < taken.size() && taken[here]) move();
+  }
+  // Before sleeping: no worker's wake-up moves the thread to that worker's CPU.
+  void stay() {
+    if (!moved_ && cpu_ >= 0) move();
   }
   ~OwnCpu() {
     if (moved_) sched_setaffinity(0, sizeof before_, &before_);
@@ -26,15 +31,16 @@ class OwnCpu {
   OwnCpu& operator=(const OwnCpu&) = delete;
 
  private:
-  void move(int cpu) {
+  void move() {
     // The kernel refuses a mask too short for its CPUs; the caller then stays where it is.
-    if (cpu >= CPU_SETSIZE || sched_getaffinity(0, sizeof before_, &before_) != 0) return;
+    if (cpu_ >= CPU_SETSIZE || sched_getaffinity(0, sizeof before_, &before_) != 0) return;
     cpu_set_t one;
     CPU_ZERO(&one);
-    CPU_SET(cpu, &one);
+    CPU_SET(cpu_, &one);
     moved_ = sched_setaffinity(0, sizeof one, &one) == 0;
   }
 
+  int cpu_;
   cpu_set_t before_;
   bool moved_ = false;
 };

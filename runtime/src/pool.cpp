@@ -9,7 +9,6 @@
 #include <stdexcept>
 
 #include "cpu.h"
-#include "own_cpu.h"
 
 namespace ktc {
 namespace {
@@ -225,14 +224,16 @@ void Pool::wait(Job* job, bool help) {
       continue;
     }
     Slot& slot = *slots_[0];
-    const OwnCpu own(slot.cpu, pinned_);
+    OwnCpu own(slot.cpu, pinned_);
+    slot.own = &own;
     while (!job->done_.load(std::memory_order_acquire)) {
       const uint32_t seen = event_.now();
       Job* head = pin_head(slot);
       if (head != nullptr) work_on(*head, slot);
       slot.hazard.store(nullptr, std::memory_order_release);
-      if (head == nullptr && !job->done_.load(std::memory_order_acquire)) event_.wait(seen, spin_ns_);
+      if (head == nullptr && !job->done_.load(std::memory_order_acquire)) rest(slot, seen);
     }
+    slot.own = nullptr;
     leave_library(slot);  // other code on this thread may use tiles too
     caller_busy_.store(false, std::memory_order_seq_cst);
     released_.notify();
@@ -268,7 +269,7 @@ void Pool::work(Slot& slot) {
       }
     }
     slot.hazard.store(nullptr, std::memory_order_release);
-    if (job == nullptr) event_.wait(seen, spin_ns_);
+    if (job == nullptr) rest(slot, seen);
   }
   leave_library(slot);
 }
@@ -338,10 +339,17 @@ void Pool::work_on(Job& job, Slot& slot) {
     }
     uint32_t before = seen;
     while (job.phase_.load(std::memory_order_acquire) == phase) {
-      event_.wait(before, spin_ns_);
+      rest(slot, before);
       before = event_.now();
     }
   }
+}
+
+// Until something has happened since `seen`.
+void Pool::rest(Slot& slot, uint32_t seen) {
+  if (event_.spin(seen, spin_ns_)) return;
+  if (slot.own != nullptr) slot.own->stay();
+  event_.sleep(seen);
 }
 
 void Pool::run_task(Job& job, int phase, Slot& slot, int64_t index) {

@@ -18,6 +18,7 @@
 
 #include "event.h"
 #include "job.h"
+#include "own_cpu.h"
 
 namespace ktc {
 
@@ -69,6 +70,7 @@ class Pool {
     pthread_t thread{};
     std::atomic<Job*> hazard{nullptr};  // a job this thread may touch: it must not be reused
     const ktc_kernel_lib* lib = nullptr;
+    OwnCpu* own = nullptr;  // of the caller, while one works here
     Mapping scratch;
   };
 
@@ -78,6 +80,7 @@ class Pool {
   void work(Slot& slot);
   Job* pin_head(Slot& slot);
   void work_on(Job& job, Slot& slot);
+  void rest(Slot& slot, uint32_t seen);
   void run_task(Job& job, int phase, Slot& slot, int64_t index);
   void end_task(Job& job, int phase);
   int advance(Job& job, int from);

@@ -34,6 +34,7 @@ class OwnCpu {
   void move() {
     // The kernel refuses a mask too short for its CPUs; the caller then stays where it is.
     if (cpu_ >= CPU_SETSIZE || sched_getaffinity(0, sizeof before_, &before_) != 0) return;
+    if (!CPU_ISSET(cpu_, &before_)) return;  // somebody keeps the thread elsewhere
     cpu_set_t one;
     CPU_ZERO(&one);
     CPU_SET(cpu_, &one);

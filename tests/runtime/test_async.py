@@ -47,6 +47,12 @@ def test_a_caller_leaves_a_workers_cpu(reference_lib: Any) -> None:
         moved += int(Path("/proc/thread-self/stat").read_text().rsplit(")", 1)[1].split()[36]) == own
         assert os.sched_getaffinity(0) == allowed
     assert moved >= 15  # the scheduler may move it back
+    os.sched_setaffinity(0, {workers})
+    try:
+        run(moe, *call)
+        assert os.sched_getaffinity(0) == {workers}
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 @pytest.mark.parametrize("nodes", [[[0]], [[0, 1]], [[0], [1, 0]]])

@@ -76,7 +76,9 @@ void gather(const MoeCall& call, const MoeCall::Unit& unit, const Scheme& scheme
 }
 
 // Calls the beginning of a matrix into L2, so that its first product need not wait for DRAM.
+// A prefetch of a page that is not in the TLB is dropped by some CPUs, so one line is read.
 void call_weights(const ktc_weight& weight, int64_t bytes) {
+  static_cast<void>(*static_cast<const volatile uint8_t*>(weight.tiles));
   for (int64_t at = 0; at < std::min(bytes, kCalledBytes); at += 64)
     __builtin_prefetch(weight.tiles + at, 0, 2);
 }

@@ -1,6 +1,7 @@
 #include "cpu.h"
 
 #include <cpuid.h>
+#include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -177,6 +178,17 @@ std::vector<NumaNode> numa_nodes() {
   }
   if (nodes.empty()) nodes.push_back({0, usable});
   return nodes;
+}
+
+int pin_thread(pthread_t thread, int cpu) {
+  if (cpu < 0) return EINVAL;
+  const size_t bytes = CPU_ALLOC_SIZE(cpu + 1);
+  cpu_set_t* set = CPU_ALLOC(cpu + 1);
+  CPU_ZERO_S(bytes, set);
+  CPU_SET_S(cpu, bytes, set);
+  const int rc = pthread_setaffinity_np(thread, bytes, set);
+  CPU_FREE(set);
+  return rc;
 }
 
 }  // namespace ktc

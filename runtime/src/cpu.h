@@ -1,5 +1,8 @@
-// What this machine offers a process: CPU features, AMX permission, NUMA nodes. Detection only.
+// What this machine offers a process: CPU features, AMX permission, NUMA nodes; and a thread a CPU of its
+// own.
 #pragma once
+
+#include <pthread.h>
 
 #include <string>
 #include <utility>
@@ -23,5 +26,8 @@ std::vector<NumaNode> numa_nodes();
 
 // CPUs in the affinity mask of the calling thread.
 std::vector<int> usable_cpus();
+
+// 0 or an errno value.
+int pin_thread(pthread_t thread, int cpu);
 
 }  // namespace ktc

@@ -1,6 +1,6 @@
 #include "machine_limits.h"
 
-#include <sched.h>
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -45,13 +45,6 @@ uint64_t (*read_kernel())(const uint8_t*, int64_t) {
   return has(features, "avx2") ? &limits::read_avx2 : &limits::read_generic;
 }
 
-void pin_self(int cpu) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (cpu >= 0 && cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
-  sched_setaffinity(0, sizeof set, &set);  // where it is not allowed, the thread runs unpinned
-}
-
 // Runs `work(i)` on a pinned thread per CPU, all starting together; returns when all have ended.
 void on_each(const std::vector<int>& cpus, const std::function<void(size_t)>& work) {
   if (cpus.empty()) throw std::invalid_argument("a measurement needs at least one CPU");
@@ -61,7 +54,7 @@ void on_each(const std::vector<int>& cpus, const std::function<void(size_t)>& wo
   try {
     for (size_t i = 0; i < cpus.size(); ++i) {
       threads.emplace_back([&, i] {
-        pin_self(cpus[i]);
+        pin_thread(pthread_self(), cpus[i]);  // where it is not allowed, the thread runs unpinned
         ready.fetch_add(1);
         while (ready.load() < cpus.size() && !abandoned.load()) std::this_thread::yield();
         if (!abandoned.load()) work(i);

@@ -24,18 +24,6 @@ void watch_forks() {
   (void)registered;
 }
 
-// 0 or an errno value.
-int pin_thread(pthread_t thread, int cpu) {
-  if (cpu < 0) return EINVAL;
-  const size_t bytes = CPU_ALLOC_SIZE(cpu + 1);
-  cpu_set_t* set = CPU_ALLOC(cpu + 1);
-  CPU_ZERO_S(bytes, set);
-  CPU_SET_S(cpu, bytes, set);
-  const int rc = pthread_setaffinity_np(thread, bytes, set);
-  CPU_FREE(set);
-  return rc;
-}
-
 std::exception_ptr ended() {
   return std::make_exception_ptr(
       std::runtime_error("a worker thread was ended in the middle of its work; the others go on without it"));

@@ -96,7 +96,7 @@ KTC_NOINLINE void gemm_chunks(const ktc_gemm_args& a, int epilogue) {
   auto* const sums = reinterpret_cast<typename V::I*>(panel + kChunkPanelBytes);
   for (int64_t m = a.m_begin; m < a.m_end; m += at_once) {
     WeightStream<S, V> stream(a, k);
-    for (int64_t due = stream.aim(0); due > 0; --due) stream.call();
+    stream.begin();
     for (int64_t b = a.block_begin; b < a.block_end; ++b) {
       const uint8_t* const tiles = a.weight.tiles + b * S::block_bytes(k);
       for (int64_t s = 0; s < steps; s += kChunkSteps) {

@@ -59,7 +59,7 @@ class TileGemm {
     const int64_t pairs = ceil_div(m1 - m0, Shape::kPairRows);
     Chunk chunk{a_.block_begin, 0, min64(chunk_steps_, steps_)};
     Stream stream(a_, k_);
-    for (int64_t due = stream.aim(0); due > 0; --due) stream.call();
+    stream.begin();
     int64_t which = 0;
     Fill fill;
     if constexpr (S::kFormat == KTC_INT4) {
@@ -74,7 +74,7 @@ class TileGemm {
       uint8_t* const sums = sums_[chunk.b & 1];
       const int64_t steps = chunk.end - chunk.begin;
       const int64_t at = ((next.b - a_.block_begin) * steps_ + next.begin) * S::kTilesPerStep * kTile;
-      stream.pace(stream.aim(at), 2 * steps * pairs);
+      stream.pace(at, 2 * steps * pairs);
       if constexpr (S::kFormat == KTC_INT4) fill.start(a_, k_, next, panel_[which ^ 1], steps * pairs);
       const uint8_t* b_tiles = chunk_tiles(chunk, which);
       const uint8_t* next_tiles = next.b < a_.block_end ? chunk_tiles(next, which ^ 1) : b_tiles;

@@ -1,10 +1,10 @@
 /* What the vector units do while the tile unit multiplies: finish rows whose sums are complete (scales,
  * activation function, store), unpack the next chunk of int4 weights, call later weights from DRAM.
  *
- * Each kind of work is dealt out evenly over the steps of the tile loop, in numbers that are the same for
- * every step of a sweep, and keeps its cursor in a small value type that a sweep holds in registers: tile
- * instructions are opaque to the compiler, so that anything kept in memory would be read and written again
- * around each of them, and a few hundred such instructions per step are more than four tile products hide.
+ * Each kind of work is dealt out evenly over the steps of the tile loop (Pace) and keeps its cursor in a
+ * small value type that is a local variable of that loop: tile instructions are opaque to the compiler, so
+ * that anything kept in memory would be read and written again around each of them, and a few hundred such
+ * instructions per step are more than four tile products hide.
  *
  * What this header is not: tile products (gemm_tile.h), or what a finished row looks like (epilogue.h).
  */

@@ -58,8 +58,12 @@ class WeightStream {
     limit_ = min64(calls_, (at + kAhead) / kCallBytes);
     return limit_ - called_;
   }
-  /* Makes the calls of one of `steps` steps; `aim` and `pace` come before. */
-  KTC_INLINE void pace(int64_t calls, int64_t steps) { pace_.set(calls, steps); }
+  /* The calls before anything is used. */
+  KTC_INLINE void begin() {
+    for (int64_t left = aim(0); left > 0; --left) call();
+  }
+  /* Aims, and deals what is left to make out over so many calls of `step`. */
+  KTC_INLINE void pace(int64_t at, int64_t steps) { pace_.set(aim(at), steps); }
   KTC_INLINE void step() {
     for (int32_t n = pace_.due(); n > 0; --n) call();
   }

@@ -11,63 +11,48 @@
 
 namespace ktc {
 
-/* Several vectors at once, one operation on all of them after the other: each waits for nothing, where a
- * single one would be a chain as long as the scheduler is deep (side_work.h runs beside tile products). */
-template <class V, int N>
-struct Vectors {
-  typename V::F v[N];
+/* gate, up -> h (in `gate`) by a GATED epilogue of abi.h, in three parts of about the same work: beside tile
+ * products (side_work.h) one chain of dependent operations as long as the whole fills the scheduler. */
+template <class V>
+struct Gating {
+  using F = typename V::F;
+  F gate, up;
+  F n, r; /* between the parts; in r first the remainder, then e^r */
+
+  /* Limits, and the beginning of e^x for x = -gate (times alpha): x clamped to [-86, 88] = n ln2 + r. A NaN
+   * stays a NaN (operand order of min/max matters). The magic number leaves n in the low bits of the
+   * mantissa. */
+  KTC_INLINE void split(int epilogue, float alpha, float limit) {
+    if (epilogue != KTC_SILU_MUL) {
+      const F top = V::set1(limit);
+      gate = V::min(top, gate);
+      up = V::max(V::set1(-limit), V::min(top, up));
+    }
+    F x = gate;
+    if (epilogue == KTC_SWIGLU_OAI) {
+      x = V::mul(V::set1(alpha), gate);
+      up = V::add(up, V::set1(1.0f));
+    }
+    const F magic = V::set1(12582912.0f);
+    x = V::min(V::set1(88.0f), V::max(V::set1(-86.0f), V::sub(V::zero(), x)));
+    n = V::fma(x, V::set1(1.44269504f), magic);
+    const F whole = V::sub(n, magic);
+    r = V::fma(whole, V::set1(2.12194440e-4f), V::fma(whole, V::set1(-0.693359375f), x));
+  }
+  /* e^r by a polynomial. */
+  KTC_INLINE void power() {
+    F p = V::fma(V::set1(1.3981999507e-3f), r, V::set1(8.3334519073e-3f));
+    p = V::fma(p, r, V::set1(4.1665795894e-2f));
+    p = V::fma(p, r, V::set1(1.6666665459e-1f));
+    p = V::fma(p, r, V::set1(5.0000001201e-1f));
+    r = V::fma(V::mul(p, r), r, V::add(r, V::set1(1.0f)));
+  }
+  /* gate * sigmoid(-x) * up */
+  KTC_INLINE void join() {
+    const F e = V::from_bits(V::iadd(V::bits(r), V::template shl<23>(V::bits(n))));
+    gate = V::mul(V::div(gate, V::add(V::set1(1.0f), e)), up);
+  }
 };
-
-/* for every i < N, unrolled; `body` uses i */
-#define KTC_EACH(N, body) _Pragma("GCC unroll 8") for (int i = 0; i < (N); ++i) body
-
-/* e^x for x clamped to [-86, 88]; a NaN stays a NaN (operand order of min/max matters). */
-template <class V, int N>
-KTC_INLINE void exp(Vectors<V, N>& x) {
-  using F = typename V::F;
-  F t[N], n[N], r[N], p[N];
-  /* x = n ln2 + r: the magic number leaves n in the low bits of the mantissa. */
-  const F magic = V::set1(12582912.0f);
-  KTC_EACH(N, x.v[i] = V::max(V::set1(-86.0f), x.v[i]));
-  KTC_EACH(N, x.v[i] = V::min(V::set1(88.0f), x.v[i]));
-  KTC_EACH(N, t[i] = V::fma(x.v[i], V::set1(1.44269504f), magic));
-  KTC_EACH(N, n[i] = V::sub(t[i], magic));
-  KTC_EACH(N, r[i] = V::fma(n[i], V::set1(-0.693359375f), x.v[i]));
-  KTC_EACH(N, r[i] = V::fma(n[i], V::set1(2.12194440e-4f), r[i]));
-  KTC_EACH(N, p[i] = V::fma(V::set1(1.3981999507e-3f), r[i], V::set1(8.3334519073e-3f)));
-  KTC_EACH(N, p[i] = V::fma(p[i], r[i], V::set1(4.1665795894e-2f)));
-  KTC_EACH(N, p[i] = V::fma(p[i], r[i], V::set1(1.6666665459e-1f)));
-  KTC_EACH(N, p[i] = V::fma(p[i], r[i], V::set1(5.0000001201e-1f)));
-  KTC_EACH(N, p[i] = V::fma(V::mul(p[i], r[i]), r[i], V::add(r[i], V::set1(1.0f))));
-  KTC_EACH(N, x.v[i] = V::from_bits(V::iadd(V::bits(p[i]), V::template shl<23>(V::bits(t[i])))));
-}
-
-/* x *= sigmoid(beta_x) */
-template <class V, int N>
-KTC_INLINE void swish(Vectors<V, N>& x, Vectors<V, N>& beta_x) {
-  KTC_EACH(N, beta_x.v[i] = V::sub(V::zero(), beta_x.v[i]));
-  exp<V, N>(beta_x);
-  KTC_EACH(N, beta_x.v[i] = V::add(V::set1(1.0f), beta_x.v[i]));
-  KTC_EACH(N, x.v[i] = V::div(x.v[i], beta_x.v[i]));
-}
-
-/* gate, up -> h (in gate) by a GATED epilogue of abi.h. */
-template <class V, int N>
-KTC_INLINE void combine(int epilogue, Vectors<V, N>& gate, Vectors<V, N>& up, float alpha, float limit) {
-  using F = typename V::F;
-  if (epilogue != KTC_SILU_MUL) {
-    const F top = V::set1(limit);
-    KTC_EACH(N, gate.v[i] = V::min(top, gate.v[i]));
-    KTC_EACH(N, up.v[i] = V::max(V::set1(-limit), V::min(top, up.v[i])));
-  }
-  Vectors<V, N> beta = gate;
-  if (epilogue == KTC_SWIGLU_OAI) {
-    KTC_EACH(N, beta.v[i] = V::mul(V::set1(alpha), gate.v[i]));
-    KTC_EACH(N, up.v[i] = V::add(up.v[i], V::set1(1.0f)));
-  }
-  swish<V, N>(gate, beta);
-  KTC_EACH(N, gate.v[i] = V::mul(gate.v[i], up.v[i]));
-}
 
 }  // namespace ktc
 #endif  // KTC_KERNELS_ACTIVATION_H

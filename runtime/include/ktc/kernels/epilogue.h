@@ -39,83 +39,69 @@ KTC_INLINE void add_columns(float* p, typename V::F y, int64_t columns) {
   }
 }
 
-/* y0, y1: rows 32b..32b+15 and 32b+16..32b+31 of the product for activation rows m..m+N, scaled, no bias.
- * `past`: STORE may go past the caches (the caller has checked alignment, and fences). */
-template <class V, int N>
-KTC_INLINE void emit(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, Vectors<V, N>& y0,
-                     Vectors<V, N>& y1, bool past = false) {
-  using F = typename V::F;
-  if (a.weight.bias) {
-    const F b0 = V::load(a.weight.bias + b * kBlockRows), b1 = V::load(a.weight.bias + b * kBlockRows + 16);
-    KTC_EACH(N, y0.v[i] = V::add(y0.v[i], b0));
-    KTC_EACH(N, y1.v[i] = V::add(y1.v[i], b1));
-  }
-  if (is_gated(epilogue)) {
-    const int64_t n = 16 * b, columns = a.n_out - n;
-    if (columns <= 0) return;
-    float* out = a.out + m * a.ld_out + n;
-    combine<V, N>(epilogue, y0, y1, a.act_alpha, a.act_limit);
-    KTC_EACH(N, store_columns<V>(out + i * a.ld_out, y0.v[i], columns));
-    if (!a.row_amax) return;
-    for (int i = 0; i < N; ++i) {
-      typename V::I size = V::iand(V::bits(y0.v[i]), V::iset1(0x7fffffff));
-      if (columns < 16) {
-        const F seen = V::load_n(out + i * a.ld_out, int(columns));
-        size = V::iand(V::bits(seen), V::iset1(0x7fffffff));
-      }
-      /* Mostly the maximum is there already: one compare, no reduction. */
-      float* amax = a.row_amax + m + i;
-      const int32_t known = __atomic_load_n(reinterpret_cast<const int32_t*>(amax), __ATOMIC_RELAXED);
-      if (V::iany_above(size, known)) raise_amax(amax, V::imax_lane(size));
-    }
-    return;
-  }
-  const int64_t n = kBlockRows * b, columns = a.n_out - n;
+/* Half a block: columns 32b + 16 half and on. */
+template <class V>
+KTC_INLINE typename V::F add_bias(const ktc_gemm_args& a, int64_t b, int half, typename V::F y) {
+  return a.weight.bias ? V::add(y, V::load(a.weight.bias + b * kBlockRows + 16 * half)) : y;
+}
+
+/* Raises a row's known max |h| if one of h is above it. Mostly it is there already: one compare, no
+ * reduction. */
+template <class V>
+KTC_INLINE void see_amax(float* amax, typename V::F h) {
+  const typename V::I size = V::iand(V::bits(h), V::iset1(0x7fffffff));
+  const int32_t known = __atomic_load_n(reinterpret_cast<const int32_t*>(amax), __ATOMIC_RELAXED);
+  if (V::iany_above(size, known)) raise_amax(amax, V::imax_lane(size));
+}
+
+/* Result of a GATED epilogue for activation row m and block b. */
+template <class V>
+KTC_INLINE void put_gated(const ktc_gemm_args& a, int64_t m, int64_t b, typename V::F h) {
+  const int64_t n = 16 * b, columns = a.n_out - n;
+  if (columns <= 0) return;
+  float* out = a.out + m * a.ld_out + n;
+  store_columns<V>(out, h, columns);
+  if (a.row_amax) see_amax<V>(a.row_amax + m, columns < 16 ? V::load_n(out, int(columns)) : h);
+}
+
+/* Half a block of the other epilogues. */
+template <class V>
+KTC_INLINE void put_half(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, int half,
+                         typename V::F y) {
+  const int64_t n = kBlockRows * b + 16 * half, columns = a.n_out - n;
   if (epilogue == KTC_SCATTER_ADD) {
-    for (int i = 0; i < N; ++i) { /* in order: rows may share an output row */
-      float* out = a.out + a.row_index[m + i] * a.ld_out + n;
-      const F w = V::set1(a.row_weight[m + i]);
-      add_columns<V>(out, V::mul(w, y0.v[i]), columns);
-      add_columns<V>(out + 16, V::mul(w, y1.v[i]), columns - 16);
-    }
+    float* out = a.out + a.row_index[m] * a.ld_out + n;
+    add_columns<V>(out, V::mul(V::set1(a.row_weight[m]), y), columns);
   } else {
-    float* out = a.out + m * a.ld_out + n;
-    if (past && columns >= kBlockRows) {
-      KTC_EACH(N, V::store_past(out + i * a.ld_out, y0.v[i]));
-      KTC_EACH(N, V::store_past(out + i * a.ld_out + 16, y1.v[i]));
-      return;
-    }
-    KTC_EACH(N, store_columns<V>(out + i * a.ld_out, y0.v[i], columns));
-    KTC_EACH(N, store_columns<V>(out + i * a.ld_out + 16, y1.v[i], columns - 16));
+    store_columns<V>(a.out + m * a.ld_out + n, y, columns);
   }
 }
 
-/* Integer accumulators over the whole of K (channel scales, multipliers). */
-template <class S, class V, int N>
-KTC_INLINE void emit_int(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b,
-                         const typename V::I (&acc0)[N], const typename V::I (&acc1)[N], bool past = false) {
-  using F = typename V::F;
-  const F s0 = V::load(a.weight.scale + b * kBlockRows), s1 = V::load(a.weight.scale + b * kBlockRows + 16);
-  typename V::I comp[N];
-  F row[N];
-  Vectors<V, N> y0, y1;
-  KTC_EACH(N, comp[i] = V::iset1(S::kOffset * a.act.sums[m + i]));
-  KTC_EACH(N, row[i] = V::set1(a.act.scale[m + i]));
-  KTC_EACH(N, y0.v[i] = V::mul(V::to_float(V::isub(acc0[i], comp[i])), V::mul(row[i], s0)));
-  KTC_EACH(N, y1.v[i] = V::mul(V::to_float(V::isub(acc1[i], comp[i])), V::mul(row[i], s1)));
-  emit<V, N>(a, epilogue, m, b, y0, y1, past);
+/* y0, y1: rows 32b..32b+15 and 32b+16..32b+31 of the product for activation row m, scaled, no bias. */
+template <class V>
+KTC_INLINE void emit(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, typename V::F y0,
+                     typename V::F y1) {
+  y0 = add_bias<V>(a, b, 0, y0);
+  y1 = add_bias<V>(a, b, 1, y1);
+  if (is_gated(epilogue)) {
+    Gating<V> gating;
+    gating.gate = y0;
+    gating.up = y1;
+    gating.split(epilogue, a.act_alpha, a.act_limit);
+    gating.power();
+    gating.join();
+    put_gated<V>(a, m, b, gating.gate);
+  } else {
+    put_half<V>(a, epilogue, m, b, 0, y0);
+    put_half<V>(a, epilogue, m, b, 1, y1);
+  }
 }
 
-/* Sums over groups that carry the weight scales already. */
-template <class S, class V, int N>
-KTC_INLINE void emit_grouped(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, Vectors<V, N>& sum0,
-                             Vectors<V, N>& sum1, bool past = false) {
-  for (int i = 0; i < N; ++i) {
-    const typename V::F row = V::set1(a.act.scale[m + i]);
-    sum0.v[i] = V::mul(sum0.v[i], row);
-    sum1.v[i] = V::mul(sum1.v[i], row);
-  }
-  emit<V, N>(a, epilogue, m, b, sum0, sum1, past);
+/* Integer accumulators over the whole of K (channel scales, multipliers). comp = offset * sum of x. */
+template <class V>
+KTC_INLINE typename V::F scale_int(typename V::I acc, typename V::I comp, typename V::F row_scale,
+                                   const float* weight_scale) {
+  return V::mul(V::to_float(V::isub(acc, comp)), V::mul(row_scale, V::load(weight_scale)));
 }
 
 /* One group: sum + (acc - offset * sum of x) * scale[b][g]. */
@@ -132,17 +118,20 @@ KTC_INLINE typename V::F add_group(const ktc_gemm_args& a, int64_t m, int64_t b,
 template <class S, class V>
 KTC_NOINLINE void finish_int(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, typename V::I acc0,
                              typename V::I acc1) {
-  emit_int<S, V, 1>(a, epilogue, m, b, {acc0}, {acc1});
+  const typename V::I comp = V::iset1(S::kOffset * a.act.sums[m]);
+  const typename V::F row = V::set1(a.act.scale[m]);
+  const float* scale = a.weight.scale + b * kBlockRows;
+  emit<V>(a, epilogue, m, b, scale_int<V>(acc0, comp, row, scale), scale_int<V>(acc1, comp, row, scale + 16));
 }
 template <class S, class V>
 KTC_NOINLINE void finish_float(const ktc_gemm_args& a, int epilogue, int64_t m, int64_t b, typename V::F y0,
                                typename V::F y1) {
-  Vectors<V, 1> v0{{y0}}, v1{{y1}};
-  if constexpr (S::kGroupScale) {
-    emit_grouped<S, V, 1>(a, epilogue, m, b, v0, v1);
-  } else {
-    emit<V, 1>(a, epilogue, m, b, v0, v1);
+  if (S::kGroupScale) { /* sums over groups carry the weights' scales already */
+    const typename V::F row = V::set1(a.act.scale[m]);
+    y0 = V::mul(y0, row);
+    y1 = V::mul(y1, row);
   }
+  emit<V>(a, epilogue, m, b, y0, y1);
 }
 
 }  // namespace ktc

@@ -22,7 +22,8 @@ class TileGemm {
  public:
   explicit TileGemm(const ktc_gemm_args& args) : a_(args), k_(S::k(args.k)) {
     steps_ = S::steps(k_);
-    const int64_t most = Shape::chunk_steps(args.m_end - args.m_begin);
+    at_once_ = Shape::rows_at_once(args.m_end - args.m_begin, steps_);
+    const int64_t most = Shape::chunk_steps(at_once_);
     chunks_ = ceil_div(steps_, most);
     chunk_steps_ = ceil_div(ceil_div(steps_, chunks_), Shape::kGroupSteps) * Shape::kGroupSteps;
     chunks_ = ceil_div(steps_, chunk_steps_);
@@ -36,8 +37,7 @@ class TileGemm {
 
   void run() {
     if (Shape::kRunBytes != 64) t_.configure(Shape::kRunBytes);
-    const int64_t at_once = Shape::rows_at_once(steps_);
-    for (int64_t m = a_.m_begin; m < a_.m_end; m += at_once) rows(m, min64(m + at_once, a_.m_end));
+    for (int64_t m = a_.m_begin; m < a_.m_end; m += at_once_) rows(m, min64(m + at_once_, a_.m_end));
     if (Shape::kRunBytes != 64) t_.configure(64);
   }
 
@@ -115,7 +115,7 @@ class TileGemm {
       }
       if (next.begin == 0) { /* the block is complete */
         end.rest(a_);
-        end.start(sums, chunk.b, m0, m1, steps_ * pairs);
+        end.start(a_, sums, chunk.b, m0, m1, steps_ * pairs);
       }
       chunk = next;
       which ^= 1;
@@ -171,43 +171,45 @@ class TileGemm {
     t_.template load_stream<5>(t.a1);
     t_.template load<7>(t.b + kTile);
   }
-  /* The products of the tiles that are loaded, and between them the loads of the next step's: a load that
-   * stands behind the product that waits for it would start too late. */
+  /* The products of the tiles that are loaded, between them the loads of the next step's (a load that stands
+   * behind the product that waits for it would start too late), and the side work of a step. */
   template <int MT>
-  KTC_INLINE void products(const Tiles& next, Stream& stream) {
+  KTC_INLINE void products(const Tiles& next, End& end, Fill& fill, Stream& stream) {
     dot<0, 4, 6>();
+    end.template slot<0>(a_);
     if (MT == 2) {
       dot<1, 4, 7>();
       t_.template load_stream<4>(next.a0);
       stream.step();
+    }
+    /* Before any load from the next panel: a chunk may be a single step. */
+    if constexpr (S::kFormat == KTC_INT4) fill.step();
+    if (MT == 2) {
+      end.template slot<1>(a_);
       dot<2, 5, 6>();
       t_.template load<6>(next.b);
+      end.template slot<2>(a_);
       dot<3, 5, 7>();
       t_.template load_stream<5>(next.a1);
     } else {
       t_.template load<6>(next.b);
       stream.step();
+      end.template slot<1>(a_);
       dot<1, 4, 7>();
       t_.template load_stream<4>(next.a0);
+      end.template slot<2>(a_);
     }
     stream.step();
     t_.template load<7>(next.b + kTile);
-  }
-  KTC_INLINE void side(End& end, Fill& fill) {
-    if constexpr (S::kFormat == KTC_INT4) fill.step();
-    end.step(a_);
+    end.template slot<3>(a_);
   }
   /* One pair of A tiles (or one tile) against one chunk, whose first tiles are loaded; `then`: the first
    * tiles of the next sweep. */
   template <int MT>
   KTC_INLINE void sweep(int64_t steps, const Tiles& now, const Tiles& then, End& end, Fill& fill,
                         Stream& stream) {
-    for (int64_t s = 1; s < steps; ++s) {
-      products<MT>(now.at(s), stream);
-      side(end, fill);
-    }
-    side(end, fill);
-    products<MT>(then, stream);
+    for (int64_t s = 1; s < steps; ++s) products<MT>(now.at(s), end, fill, stream);
+    products<MT>(then, end, fill, stream);
     if (MT == 1) t_.template load_stream<5>(then.a1);
   }
 
@@ -251,7 +253,11 @@ class TileGemm {
         if (part == 0) {
           stream.step();
           stream.step();
-          side(end, fill);
+          end.template slot<0>(a_);
+          end.template slot<1>(a_);
+          end.template slot<2>(a_);
+          end.template slot<3>(a_);
+          if constexpr (S::kFormat == KTC_INT4) fill.step();
         }
       }
       if (g > c.begin * 64 / kGroup) first = false;
@@ -279,7 +285,7 @@ class TileGemm {
   const ktc_gemm_args& a_;
   const int64_t k_;
   T t_;
-  int64_t steps_, chunk_steps_, chunks_;
+  int64_t steps_, at_once_, chunk_steps_, chunks_; /* rows at once */
   uint8_t *panel_[2], *sums_[2] /* [block % 2] */, *group_[2];
 };
 

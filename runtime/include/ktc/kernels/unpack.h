@@ -49,11 +49,7 @@ struct NibbleLines {
   }
   KTC_INLINE void line(int64_t l, typename V::B* w0, typename V::B* w1) const {
     const uint8_t* p = tiles + l * kRowBytes;
-    if (Called) {
-      V::prefetch(p + kTile);
-    } else if (l % 2 == 0) {
-      prefetch_pages<V>(p, end);
-    }
+    if (!Called && l % 2 == 0) prefetch_pages<V>(p, end);
     if constexpr (S::kCodebook) {
       V::codebook(V::bload(p), m0, m1, w0, w1);
     } else {

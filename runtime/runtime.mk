@@ -4,7 +4,7 @@ RUNTIME_PYTHON ?= $(firstword $(wildcard $(VIRTUAL_ENV)/bin/python) $(wildcard $
 RUNTIME_BUILD  := build/runtime
 # What the sanitizers run over: threads, memory, operators.
 STRESS_SOURCES := $(addprefix runtime/src/,arena.cpp cpu.cpp direct_read.cpp huge_buffer.cpp job.cpp kernel_lib.cpp linear.cpp \
-  moe.cpp moe_call.cpp moe_experts.cpp moe_tasks.cpp pack.cpp pool.cpp quantize.cpp quantize_codebook.cpp)
+  moe.cpp moe_call.cpp moe_experts.cpp moe_tasks.cpp pack.cpp pool.cpp pool_work.cpp quantize.cpp quantize_codebook.cpp)
 
 .PHONY: runtime asan tsan
 

@@ -77,7 +77,8 @@ def build_slices(script: Script, replay: dict[str, Any]) -> tuple[Slice, ...]:
 
 
 def _jobs(times: NDArray[np.int64]) -> list[tuple[float, float]]:
-    """(begin, end) of every job; they follow each other, as the pool works in order of submission."""
+    """(begin, end) of every job. Idle workers begin a job while the one before it runs its last tasks; here it counts
+    from that one's end, so that they follow each other as they were submitted."""
     out: list[tuple[float, float]] = []
     for _, begun, done, _ in times:
         start = max(float(begun), out[-1][1]) if out else float(begun)

@@ -10,8 +10,8 @@ void Job::reset(const ktc_kernel_lib* lib, Schedule schedule, int64_t scratch_by
   scratch_bytes_ = scratch_bytes;
   count_ = 0;
   phase_.store(0, std::memory_order_relaxed);
-  done_.store(false, std::memory_order_relaxed);
-  failed_.store(false, std::memory_order_relaxed);
+  for (std::atomic<bool>* flag : {&ending_, &finished_, &leaving_, &done_, &failed_})
+    flag->store(false, std::memory_order_relaxed);
   error_ = nullptr;
 }
 

@@ -69,7 +69,10 @@ class Job {
   std::unique_ptr<Phase[]> phases_;
   std::unique_ptr<Counter[]> counters_;  // [phase][node]
   std::atomic<int> phase_{0};            // the one being worked on; count_ when all are done
-  std::atomic<bool> done_{false};        // finished and no longer the pool's head
+  std::atomic<bool> ending_{false};      // no shared work follows that phase, as far as is known
+  std::atomic<bool> finished_{false};    // all phases have ended
+  std::atomic<bool> leaving_{false};     // somebody takes it off the queue
+  std::atomic<bool> done_{false};        // it is off the queue
   std::atomic<bool> failed_{false};
   std::mutex error_mutex_;
   std::exception_ptr error_;

@@ -1,6 +1,5 @@
 #include "pool.h"
 
-#include <cxxabi.h>
 #include <sched.h>
 #include <signal.h>
 
@@ -16,17 +15,10 @@ namespace {
 constexpr int64_t kSpinNs = 30000;
 
 std::atomic<unsigned> g_fork_generation{0};
-thread_local bool t_inside_task = false;
-
 void watch_forks() {
   static const int registered =
       pthread_atfork(nullptr, nullptr, [] { g_fork_generation.fetch_add(1, std::memory_order_relaxed); });
   (void)registered;
-}
-
-std::exception_ptr ended() {
-  return std::make_exception_ptr(
-      std::runtime_error("a worker thread was ended in the middle of its work; the others go on without it"));
 }
 
 }  // namespace
@@ -35,6 +27,7 @@ Pool::Pool(const std::vector<std::vector<int>>& nodes, bool pin, bool caller_wor
     : alive_(nodes.size()), caller_works_(caller_works), caller_busy_(!caller_works) {
   if (nodes.empty()) throw std::invalid_argument("a pool needs at least one node");
   watch_forks();
+  prepare_unwinder();
   fork_generation_ = g_fork_generation.load(std::memory_order_relaxed);
   for (size_t node = 0; node < nodes.size(); ++node) {
     if (nodes[node].empty())
@@ -116,7 +109,7 @@ void Pool::warn(const std::string& text) {
 void Pool::check_not_forked() const {
   if (fork_generation_ != g_fork_generation.load(std::memory_order_relaxed))
     throw std::runtime_error("this thread pool was made before fork(); make the pool in the child process");
-  if (t_inside_task) throw std::logic_error("a task of the pool cannot submit to or wait for the pool");
+  if (inside_task_) throw std::logic_error("a task of the pool cannot submit to or wait for the pool");
 }
 
 Job* Pool::acquire() {
@@ -127,7 +120,8 @@ Job* Pool::acquire() {
       continue;
     bool touched = false;
     for (const std::unique_ptr<Slot>& slot : slots_)
-      touched = touched || slot->hazard.load(std::memory_order_seq_cst) == job;
+      touched = touched || slot->hazard.load(std::memory_order_seq_cst) == job ||
+                slot->ahead.load(std::memory_order_seq_cst) == job;
     if (!touched) return job;
     release(job);
   }
@@ -141,30 +135,6 @@ Job* Pool::acquire() {
 
 void Pool::release(Job* job) { job->in_use_.store(false, std::memory_order_release); }
 
-// ---- the queue ----------------------------------------------------------------------------------
-
-// Any number of threads push. The one that finds the queue empty makes its job the head.
-void Pool::push(Job& job) {
-  job.queued_.store(nullptr, std::memory_order_relaxed);
-  Job* const before = tail_.exchange(&job, std::memory_order_seq_cst);
-  (before != nullptr ? before->queued_ : head_).store(&job, std::memory_order_seq_cst);
-}
-
-// Takes the head off: only the thread that finished it does.
-void Pool::pop(Job& job) {
-  Job* next = job.queued_.load(std::memory_order_seq_cst);
-  if (next == nullptr) {
-    head_.store(nullptr, std::memory_order_seq_cst);  // first: whoever pushes next sets it
-    Job* last = &job;
-    if (tail_.compare_exchange_strong(last, nullptr, std::memory_order_seq_cst)) return;
-    // A thread is between its two writes: it becomes the next one any moment.
-    while ((next = job.queued_.load(std::memory_order_seq_cst)) == nullptr) sched_yield();
-  }
-  head_.store(next, std::memory_order_seq_cst);
-}
-
-// ---- working ------------------------------------------------------------------------------------
-
 void Pool::submit(Job* job) {
   check_not_forked();
   job->observed_ = -1;
@@ -175,7 +145,7 @@ void Pool::submit(Job* job) {
     job->observed_ = static_cast<int64_t>(observed_.size());
     observed_.push_back({now_ns(), 0, 0, 0});
   }
-  if (advance(*job, -1) == job->count_) {
+  if (advance(*job, -1, nullptr) == job->count_) {
     if (job->observed_ >= 0) {
       const std::lock_guard<std::mutex> lock(mutex_);
       record(*job);
@@ -214,6 +184,7 @@ void Pool::wait(Job* job, bool help) {
     Slot& slot = *slots_[0];
     OwnCpu own(slot.cpu, pinned_);
     slot.own = &own;
+    slot.awaited = job;
     while (!job->done_.load(std::memory_order_acquire)) {
       const uint32_t seen = event_.now();
       Job* head = pin_head(slot);
@@ -222,6 +193,7 @@ void Pool::wait(Job* job, bool help) {
       if (head == nullptr && !job->done_.load(std::memory_order_acquire)) rest(slot, seen);
     }
     slot.own = nullptr;
+    slot.awaited = nullptr;
     leave_library(slot);  // other code on this thread may use tiles too
     caller_busy_.store(false, std::memory_order_seq_cst);
     released_.notify();
@@ -235,187 +207,6 @@ void Pool::wait(Job* job, bool help) {
     if (!error) throw std::logic_error("a failed job was waited for twice");
     std::rethrow_exception(error);
   }
-}
-
-void* Pool::worker_main(void* argument) {
-  Slot& slot = *static_cast<Slot*>(argument);
-  slot.pool->work(slot);
-  return nullptr;
-}
-
-void Pool::work(Slot& slot) {
-  for (;;) {
-    const uint32_t seen = event_.now();
-    if (stop_.load(std::memory_order_seq_cst)) break;
-    Job* job = pin_head(slot);
-    if (job != nullptr) {
-      try {
-        work_on(*job, slot);
-      } catch (abi::__forced_unwind&) {
-        lose(slot, *job);
-        throw;
-      }
-    }
-    slot.hazard.store(nullptr, std::memory_order_release);
-    if (job == nullptr) rest(slot, seen);
-  }
-  leave_library(slot);
-}
-
-// The thread of `slot` is being ended, and `job` has failed for it: nobody may wait for this thread any more.
-void Pool::lose(Slot& slot, Job& job) {
-  t_inside_task = false;
-  const int left = alive_[slot.node].fetch_sub(1, std::memory_order_seq_cst) - 1;
-  while (submitting_.load(std::memory_order_seq_cst) != 0) sched_yield();
-  released_.notify();  // who waits without helping may have to help now
-  warn("a worker of node " + std::to_string(slot.node) + " was ended; the others do its work");
-  if (job.schedule_ == Schedule::kDynamic) work_on(job, slot);  // only counts: the job has failed
-  // Nobody is left to take this node's tasks, and submit takes no more: the jobs that are queued fail too.
-  while (left == 0) {
-    Job* next = pin_head(slot);
-    if (next == nullptr) break;
-    next->fail(ended());
-    work_on(*next, slot);
-  }
-  slot.hazard.store(nullptr, std::memory_order_release);
-}
-
-// The head of the queue, marked as in use by this thread. Null if there is none.
-Job* Pool::pin_head(Slot& slot) {
-  for (;;) {
-    Job* job = head_.load(std::memory_order_seq_cst);
-    slot.hazard.store(job, std::memory_order_seq_cst);
-    if (job == head_.load(std::memory_order_seq_cst)) return job;
-  }
-}
-
-// Stays until the job's last phase has ended (or is about to).
-void Pool::work_on(Job& job, Slot& slot) {
-  if (job.lib_ != nullptr && !enter_library(job.lib_, slot)) {
-    job.fail(std::make_exception_ptr(std::runtime_error(
-        std::string("the kernel library's thread_init failed (variant ") + job.lib_->variant + ")")));
-  }
-  if (slot.scratch.size() < job.scratch_bytes_) {
-    try {
-      slot.scratch = Mapping(job.scratch_bytes_);
-    } catch (...) {
-      job.fail(std::current_exception());
-    }
-  }
-  for (;;) {
-    const uint32_t seen = event_.now();
-    const int phase = job.phase_.load(std::memory_order_acquire);
-    if (phase == job.count_) return;
-    Job::Counter& counter = job.counters_[phase * job.nodes_ + slot.node];
-    if (job.schedule_ == Schedule::kDynamic) {
-      for (;;) {
-        const int64_t index = counter.next.fetch_add(1, std::memory_order_relaxed);
-        if (index >= counter.count) break;
-        run_task(job, phase, slot, index);
-      }
-    } else {
-      // Each thread meets each phase once: it leaves this loop only when the phase has changed.
-      const int64_t threads = node_threads_[slot.node];
-      const int64_t end = counter.count * (slot.index + 1) / threads;
-      int64_t index = counter.count * slot.index / threads;
-      try {
-        for (; index < end; ++index) run_task(job, phase, slot, index);
-      } catch (abi::__forced_unwind&) {
-        while (++index < end) run_task(job, phase, slot, index);  // only counts: the job has failed
-        throw;
-      }
-    }
-    uint32_t before = seen;
-    while (job.phase_.load(std::memory_order_acquire) == phase) {
-      rest(slot, before);
-      before = event_.now();
-    }
-  }
-}
-
-// Until something has happened since `seen`.
-void Pool::rest(Slot& slot, uint32_t seen) {
-  if (event_.spin(seen, spin_ns_)) return;
-  if (slot.own != nullptr) slot.own->stay();
-  event_.sleep(seen);
-}
-
-void Pool::run_task(Job& job, int phase, Slot& slot, int64_t index) {
-  Job::Phase& p = job.phases_[phase];
-  const int64_t from = job.observed_ >= 0 ? now_ns() : 0;
-  if (from != 0) {
-    int64_t none = 0;
-    job.begun_.compare_exchange_strong(none, from, std::memory_order_relaxed);
-  }
-  if (!job.failed()) {
-    t_inside_task = true;
-    try {
-      p.run(p.context, Task{index, slot.node, slot.scratch.data()});
-    } catch (abi::__forced_unwind&) {
-      job.fail(ended());
-      end_task(job, phase);
-      throw;
-    } catch (...) {
-      job.fail(std::current_exception());
-    }
-    t_inside_task = false;
-  }
-  if (from != 0) job.busy_.fetch_add(now_ns() - from, std::memory_order_relaxed);
-  end_task(job, phase);
-}
-
-void Pool::end_task(Job& job, int phase) {
-  if (job.phases_[phase].remaining.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  if (advance(job, phase) == job.count_) finish(job);
-  event_.notify();
-}
-
-// Runs the serial phases after `from`, then publishes and returns the next one that has shared work.
-int Pool::advance(Job& job, int from) {
-  int next = from + 1;
-  for (; next < job.count_; ++next) {
-    Job::Phase& phase = job.phases_[next];
-    if (!phase.serial && !job.failed() && phase.remaining.load(std::memory_order_relaxed) > 0) break;
-    if (job.failed()) continue;
-    try {
-      for (int node = 0; node < job.nodes_; ++node) {
-        const int64_t count = job.counters_[next * job.nodes_ + node].count;
-        for (int64_t index = 0; index < count; ++index) phase.run(phase.context, Task{index, node, nullptr});
-      }
-    } catch (abi::__forced_unwind&) {
-      job.fail(ended());
-      if (from >= 0) {  // in a worker: the job ends here
-        job.phase_.store(job.count_, std::memory_order_seq_cst);
-        finish(job);
-        event_.notify();
-      }
-      throw;
-    } catch (...) {
-      job.fail(std::current_exception());
-    }
-  }
-  job.phase_.store(next, std::memory_order_seq_cst);
-  return next;
-}
-
-void Pool::finish(Job& job) {
-  if (job.observed_ >= 0) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    record(job);
-  }
-  pop(job);
-  job.done_.store(true, std::memory_order_release);  // the owner may reuse the job from here on
-  released_.notify();
-}
-
-// Under the mutex, before the job counts as done.
-void Pool::record(const Job& job) {
-  JobTimes& times = observed_[static_cast<size_t>(job.observed_)];
-  times.done = now_ns();
-  times.begun = job.begun_.load(std::memory_order_relaxed);
-  if (times.begun == 0)
-    times.begun = times.submitted;  // serial phases only: done by the thread that submitted
-  times.busy = job.busy_.load(std::memory_order_relaxed);
 }
 
 void Pool::observe(bool on) {
@@ -433,19 +224,6 @@ size_t Pool::observed() const {
 std::vector<Pool::JobTimes> Pool::job_times() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return observed_;
-}
-
-bool Pool::enter_library(const ktc_kernel_lib* lib, Slot& slot) {
-  if (slot.lib == lib) return true;
-  leave_library(slot);
-  if (lib->thread_init != nullptr && lib->thread_init() != KTC_OK) return false;
-  slot.lib = lib;
-  return true;
-}
-
-void Pool::leave_library(Slot& slot) {
-  if (slot.lib != nullptr && slot.lib->thread_fini != nullptr) slot.lib->thread_fini();
-  slot.lib = nullptr;
 }
 
 }  // namespace ktc

@@ -1,4 +1,6 @@
-// The one thread pool: nodes of pinned workers that work through jobs in order of submission.
+// The one thread pool: nodes of pinned workers that work through jobs in order of submission. While the last
+// tasks of a job run, threads that find none left begin the next job; jobs count as done in order all the
+// same.
 //
 // The thread that waits for a job works too, as the first thread of node 0, so a pool of T CPUs
 // starts T - 1 workers; with `caller_works` off it starts T, and whoever waits only waits: a thread that
@@ -51,8 +53,8 @@ class Pool {
   // waits, unless nobody else would do the first thread's share (no worker on node 0, or a static schedule).
   void wait(Job* job, bool help = true);
 
-  // One job on the monotonic clock, ns: handed over, first shared task begun, done; and the sum over all
-  // threads of the time inside its tasks.
+  // One job on the monotonic clock, ns: handed over, first shared task begun (perhaps while the job before it
+  // ran its last ones), done; and the sum over all threads of the time inside its tasks.
   struct JobTimes {
     int64_t submitted = 0, begun = 0, done = 0, busy = 0;
   };
@@ -69,8 +71,10 @@ class Pool {
     Pool* pool = nullptr;
     pthread_t thread{};
     std::atomic<Job*> hazard{nullptr};  // a job this thread may touch: it must not be reused
+    std::atomic<Job*> ahead{nullptr};   // another one, behind it in the queue
     const ktc_kernel_lib* lib = nullptr;
-    OwnCpu* own = nullptr;  // of the caller, while one works here
+    OwnCpu* own = nullptr;         // of the caller, while one works here
+    const Job* awaited = nullptr;  // by that caller
     Mapping scratch;
   };
 
@@ -82,16 +86,21 @@ class Pool {
   void work_on(Job& job, Slot& slot);
   void rest(Slot& slot, uint32_t seen);
   void run_task(Job& job, int phase, Slot& slot, int64_t index);
-  void end_task(Job& job, int phase);
-  int advance(Job& job, int from);
+  bool run_ahead(Job& job, Slot& slot);
+  void end_task(Job& job, int phase, Slot& slot);
+  int advance(Job& job, int from, Slot* slot);
   void push(Job& job);
   void pop(Job& job);
-  void finish(Job& job);
+  void finish(Job& job, Slot& slot);
   void lose(Slot& slot, Job& job);
   void record(const Job& job);
   static bool enter_library(const ktc_kernel_lib* lib, Slot& slot);
   static void leave_library(Slot& slot);
   void check_not_forked() const;
+
+  static void prepare_unwinder();
+
+  static thread_local bool inside_task_;
 
   std::vector<int> node_threads_;
   std::vector<std::atomic<int>> alive_;       // [node] threads that have not been ended
@@ -108,8 +117,7 @@ class Pool {
   bool observing_ = false;
   std::atomic<bool> caller_busy_;      // somebody works in slot 0: always so if that is a worker
   std::atomic<Job*> newest_{nullptr};  // of all jobs, linked by Job::older_
-  // The queue is linked by Job::queued_. Whoever finishes the head takes it off; only then is there another
-  // one.
+  // The queue is linked by Job::queued_. A job that is finished leaves it once it is the head.
   std::atomic<Job*> head_{nullptr}, tail_{nullptr};
   std::atomic<bool> stop_{false};
   Event event_;     // a job arrived, a phase or a job ended

@@ -252,6 +252,42 @@ void queue(int rounds, bool caller_works) {
   require(g_allocations.load() == before, "handing over a job allocates");
 }
 
+// A job whose only task waits until the job behind it has run: idle threads must begin that one. It is done
+// second all the same. With a second phase of the first to come (`kept`) they must not.
+void ahead(bool kept) {
+  struct Two {
+    std::atomic<int64_t> first{0}, behind{0};
+    bool kept = false;
+  } two;
+  two.kept = kept;
+  const auto pool = make_pool({{0, 1, 0}}, false);
+  ktc::Job* const first = pool->acquire();
+  ktc::Job* const behind = pool->acquire();
+  constexpr int64_t kBehind = 20;
+  const auto waits = [](void* context, const ktc::Task&) {
+    Two& two = *static_cast<Two*>(context);
+    const int64_t until = ktc::now_ns() + (two.kept ? 20000000 : 20000000000);
+    while (two.behind.load() < kBehind && ktc::now_ns() < until) std::this_thread::yield();
+    require((two.behind.load() == 0) == two.kept, two.kept ? "a job was begun early" : "a job was not begun");
+    two.first.fetch_add(1);
+  };
+  const auto counts = [](void* context, const ktc::Task&) {
+    static_cast<Two*>(context)->behind.fetch_add(1);
+  };
+  first->reset(nullptr, ktc::Schedule::kDynamic, 0);
+  first->set_tasks(first->add_phase(waits, &two), 0, 1);
+  if (kept) first->set_tasks(first->add_phase([](void*, const ktc::Task&) {}, &two), 0, 3);
+  behind->reset(nullptr, ktc::Schedule::kDynamic, 0);
+  behind->set_tasks(behind->add_phase(counts, &two), 0, kBehind);
+  pool->submit(first);
+  pool->submit(behind);
+  pool->wait(behind);
+  require(two.first.load() == 1 && two.behind.load() == kBehind, "jobs were done out of order");
+  pool->wait(first);
+  pool->release(first);
+  pool->release(behind);
+}
+
 // Submit and collect allocate nothing once there are calls enough; two tickets a layer, as with deferred
 // experts.
 void no_allocation(const std::shared_ptr<ktc::KernelLib>& lib, const Layer& layer, int rounds) {
@@ -319,6 +355,8 @@ int main(int argc, char** argv) {
     callers(lib, layer, {{0}}, schedule, rounds, false);
     callers(lib, layer, {{0, 1}, {0}}, schedule, rounds, false);
   }
+  for (const bool kept : {false, true})
+    for (int i = 0; i < rounds; ++i) ahead(kept);
   device_lane(lib, layer, 10 * rounds);
   no_allocation(lib, layer, 50 * rounds);
   for (const bool caller_works : {true, false}) queue(100 * rounds, caller_works);

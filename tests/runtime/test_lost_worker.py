@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,40 @@ def test_a_node_without_workers_is_said(faulty: tuple[Any, Any]) -> None:
     assert len(messages) == 3 and all("ended" in message for message in messages)
     with pytest.raises(RuntimeError, match="every worker thread of node 1 was ended"):
         run(moe, *call)
+
+
+def test_in_a_process_that_has_thrown_nothing() -> None:
+    """The unwinder that is linked into the runtime is ready before its first exception."""
+    test = f"{Path(__file__)}::test_the_others_go_on[2-dynamic]"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("after", [1, 2, 4, 7, 11])
+def test_of_several_queued_jobs_one_fails(faulty: tuple[Any, Any], after: int) -> None:
+    """Idle workers begin the job behind the head's last tasks, and may be ended there: only that one fails."""
+    lib, handle = faulty
+    layer = Layer(5, 2, 128, 256, SCHEME)
+    moe = layer.build(lib, _runtime.Pool([[0, 0, 0, 0]], pin=False))
+    call = layer.route(1, 5)
+    x, ids, weights = call
+    want, out = run(moe, *call), np.empty_like(x)
+    arm(handle, THREAD_ENDS, after)
+    failed = 0
+    for _ in range(200):
+        tickets = [moe.submit(x.ctypes.data, x.shape[1], 1, ids.ctypes.data, weights.ctypes.data) for _ in range(4)]
+        for ticket in tickets:
+            try:
+                moe.collect(ticket, out.ctypes.data, x.shape[1])
+                assert np.array_equal(out, want)
+            except RuntimeError as error:
+                assert "worker thread was ended" in str(error)
+                failed += 1
+        if failed:
+            break
+    assert failed == 1
+    assert np.array_equal(run(moe, *call), want)
 
 
 def test_a_kernel_that_fails_once(faulty: tuple[Any, Any]) -> None:

@@ -285,7 +285,8 @@ class TileGemm {
   const ktc_gemm_args& a_;
   const int64_t k_;
   T t_;
-  int64_t steps_, at_once_, chunk_steps_, chunks_; /* rows at once */
+  int64_t steps_, chunk_steps_, chunks_;
+  int64_t at_once_; /* rows */
   uint8_t *panel_[2], *sums_[2] /* [block % 2] */, *group_[2];
 };
 

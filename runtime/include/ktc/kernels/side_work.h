@@ -44,7 +44,7 @@ struct TileShape {
     if (rows <= kMaxRows && rows * row_bytes <= kRowsBytes * 4 / 3) return rows;
     const int64_t fit = kRowsBytes / row_bytes / kPairRows * kPairRows;
     const int64_t most = fit > kMaxRows ? kMaxRows : fit < kMinRows ? kMinRows : fit;
-    return ceil_div(ceil_div(rows, ceil_div(rows, most)), kPairRows) * kPairRows;
+    return ceil_div(ceil_div(rows, ceil_div(rows, most)), kTileRows) * kTileRows;
   }
 
   static constexpr int64_t kPanelBytes = S::kFormat == KTC_INT4 ? kChunkSteps * 2 * kTile : 0;
@@ -59,16 +59,14 @@ struct Chunk {
 };
 
 /* Rows of one block whose sums are complete; the next block's sums go elsewhere meanwhile. A step of the tile
- * loop has kSlots places for side work. A GATED row ends in as many parts, one in each slot of a step; other
- * rows end in the first or third slot. */
+ * loop has four places for side work, the slots. A GATED row ends in as many parts, one in each slot of a
+ * step; other rows end in the first or third slot. */
 template <class S, class V, int Epilogue>
 class RowEnd {
   static constexpr bool kGated = is_gated(Epilogue);
   static constexpr int64_t kColumns = kGated ? 16 : kBlockRows; /* of one block */
 
  public:
-  static constexpr int kSlots = 4;
-
   explicit RowEnd(const ktc_gemm_args& a) : past_(goes_past(a)) {}
   /* Rows [m0, m1) of block b, over `steps` steps. `sums` of the first pair; a pair's follow 4 tiles further
    * on. */

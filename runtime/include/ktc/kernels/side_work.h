@@ -60,7 +60,7 @@ struct Chunk {
 
 /* Rows of one block whose sums are complete; the next block's sums go elsewhere meanwhile. A step of the tile
  * loop has four places for side work, the slots. A GATED row ends in as many parts, one in each slot of a
- * step; other rows end in the first or third slot. */
+ * step; other rows end in the third. */
 template <class S, class V, int Epilogue>
 class RowEnd {
   static constexpr bool kGated = is_gated(Epilogue);
@@ -79,7 +79,7 @@ class RowEnd {
     rows_ = m1 - m0;
     out_ = a.out + (Epilogue == KTC_SCATTER_ADD ? 0 : m0 * a.ld_out) + b * kColumns;
     whole_ = a.n_out >= (b + 1) * kColumns;
-    pace_.set(rows_, kGated ? steps : 2 * steps);
+    pace_.set(rows_, steps);
   }
   template <int Slot>
   KTC_INLINE void slot(const ktc_gemm_args& a) {
@@ -90,7 +90,7 @@ class RowEnd {
         busy_ = n > 0 && row_ < rows_;
       }
       if (busy_) part<Slot>(a);
-    } else if (Slot % 2 == 0) {
+    } else if (Slot == 2) {
       for (int32_t n = pace_.due(); n > 0; --n) finish(a);
     }
   }

@@ -183,6 +183,9 @@ class Executor {
 
 // nodes.cpp: the node for a specification; throws std::invalid_argument for an unknown operator.
 std::unique_ptr<Node> make_node(const NodeSpec& spec, Executor& executor);
+// nodes_attention.cpp
+std::unique_ptr<Node> make_gqa(const NodeSpec& spec, Executor& executor);
+std::unique_ptr<Node> make_mla(const NodeSpec& spec, Executor& executor);
 // nodes_moe.cpp
 std::unique_ptr<Node> make_moe_submit(const NodeSpec& spec, Executor& executor);
 std::unique_ptr<Node> make_moe_collect(const NodeSpec& spec, Executor& executor);

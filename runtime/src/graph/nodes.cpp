@@ -1,25 +1,16 @@
-// The nodes of the decode graph except the routed experts': thin adapters from buffers to operators.
+// The nodes of the decode graph except attention's and the routed experts': thin adapters from buffers to
+// operators.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
 
-#include "graph/executor.h"
+#include "graph/node_params.h"
 
 namespace ktc::graph {
 
 namespace {
 
 using ops::Matrix;
-
-int input(const NodeSpec& s, size_t i) {
-  if (i >= s.inputs.size()) throw std::invalid_argument(s.op + " node '" + s.name + "' has too few inputs");
-  return s.inputs[i];
-}
-int output(const NodeSpec& s, size_t i = 0) {
-  if (i >= s.outputs.size()) throw std::invalid_argument(s.op + " node '" + s.name + "' has too few outputs");
-  return s.outputs[i];
-}
-int64_t integer(const NodeSpec& s, const char* key) { return static_cast<int64_t>(s.param(key)); }
 
 // Rows of y = x W^T + b, cut by columns of y: every thread streams its own rows of W.
 void dense(const Step& st, const float* x, int64_t rows, int64_t k, Matrix w, int64_t n, const float* bias,
@@ -212,98 +203,6 @@ class Scale final : public Node {
   float divisor_;
 };
 
-ops::Prefill prefill(const NodeSpec& s) {
-  return s.param("bf16", 0) != 0 ? ops::Prefill::kBF16 : ops::Prefill::kF32;
-}
-
-class Gqa final : public Node {
- public:
-  Gqa(const NodeSpec& s, Executor& e)
-      : q_(input(s, 0)),
-        k_(input(s, 1)),
-        v_(input(s, 2)),
-        cos_(input(s, 3)),
-        sin_(input(s, 4)),
-        out_(output(s, 0)),
-        scratch_(output(s, 1)),
-        k_cache_(e.state(s.states.at(0))),
-        v_cache_(e.state(s.states.at(1))),
-        context_(e.options().context) {
-    shape_ = {integer(s, "heads"),
-              integer(s, "kv_heads"),
-              integer(s, "head_dim"),
-              integer(s, "rotary_half"),
-              integer(s, "window"),
-              static_cast<ops::Rope>(integer(s, "rope")),
-              static_cast<float>(s.param("scale")),
-              static_cast<float>(s.param("norm_eps", 0.0)),
-              static_cast<float>(s.param("clip", 0.0)),
-              prefill(s)};
-    const auto optional = [&](const char* key) {
-      const WeightRef* w = s.weight(key);
-      return w ? w->f32(key) : nullptr;
-    };
-    q_norm_ = optional("q_norm");
-    k_norm_ = optional("k_norm");
-    sinks_ = optional("sinks");
-    if (shape_.rotary_half > ops::kMaxRopeHalf)
-      throw std::invalid_argument(s.name + ": rotary dimension too large");
-  }
-  void run(const Step& st) override {
-    if (st.trivial) return;
-    ops::gqa(*st.table, *st.parallel, shape_,
-             {st.at(q_), st.at(k_), st.at(v_), st.at(cos_), st.at(sin_), q_norm_, k_norm_, sinks_, k_cache_,
-              v_cache_, context_, st.position, st.rows, st.at(out_), st.at(scratch_)});
-  }
-
- private:
-  int q_, k_, v_, cos_, sin_, out_, scratch_;
-  float* k_cache_;
-  float* v_cache_;
-  int64_t context_;
-  ops::GqaShape shape_;
-  const float *q_norm_, *k_norm_, *sinks_;
-};
-
-class Mla final : public Node {
- public:
-  Mla(const NodeSpec& s, Executor& e)
-      : q_(input(s, 0)),
-        kv_(input(s, 1)),
-        cos_(input(s, 2)),
-        sin_(input(s, 3)),
-        out_(output(s, 0)),
-        scratch_(output(s, 1)),
-        cache_(e.state(s.states.at(0))),
-        kv_norm_(s.need("kv_norm").f32("kv_norm")),
-        kv_b_(s.need("kv_b").matrix()) {
-    shape_ = {integer(s, "heads"),
-              integer(s, "nope"),
-              integer(s, "rope_dim"),
-              integer(s, "v_dim"),
-              integer(s, "rank"),
-              static_cast<ops::Rope>(integer(s, "rope")),
-              static_cast<float>(s.param("scale")),
-              static_cast<float>(s.param("norm_eps")),
-              prefill(s)};
-    if (shape_.rope_dim / 2 > ops::kMaxRopeHalf)
-      throw std::invalid_argument(s.name + ": rotary dimension too large");
-  }
-  void run(const Step& st) override {
-    if (st.trivial) return;
-    ops::mla(*st.table, *st.parallel, shape_,
-             {st.at(q_), st.at(kv_), st.at(cos_), st.at(sin_), kv_norm_, kv_b_, cache_, st.position, st.rows,
-              st.at(out_), st.at(scratch_)});
-  }
-
- private:
-  int q_, kv_, cos_, sin_, out_, scratch_;
-  float* cache_;
-  const float* kv_norm_;
-  Matrix kv_b_;
-  ops::MlaShape shape_;
-};
-
 // outputs weights [T][k] f32, ids [T][k] i64, scratch (logits and per-thread choice scratch).
 class Router final : public Node {
  public:
@@ -375,8 +274,8 @@ std::unique_ptr<Node> make_node(const NodeSpec& s, Executor& e) {
   if (s.op == "sigmoid_mul") return std::make_unique<SigmoidMul>(s);
   if (s.op == "last_rows") return std::make_unique<LastRows>(s);
   if (s.op == "divide") return std::make_unique<Scale>(s, rows);
-  if (s.op == "gqa") return std::make_unique<Gqa>(s, e);
-  if (s.op == "mla") return std::make_unique<Mla>(s, e);
+  if (s.op == "gqa") return make_gqa(s, e);
+  if (s.op == "mla") return make_mla(s, e);
   if (s.op == "router") return std::make_unique<Router>(s);
   if (s.op == "moe_submit") return make_moe_submit(s, e);
   if (s.op == "moe_collect") return make_moe_collect(s, e);

@@ -267,7 +267,7 @@ void Pool::finish(Job& job, Slot& slot) {
       record(*head);
     }
     pop(*head);
-    head->done_.store(true, std::memory_order_release);  // the owner may reuse it once nobody points to it
+    head->done_.store(true, std::memory_order_seq_cst);  // the owner may reuse it once nobody points to it
     released_.notify();
   }
   slot.ahead.store(nullptr, std::memory_order_release);

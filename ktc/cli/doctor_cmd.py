@@ -17,6 +17,7 @@ import click
 
 import ktc
 from ktc import host as facts
+from ktc.errors import KtcError
 from ktc.progress import format_bytes
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "safetensors", "jinja2", "click", "jsonschema")
@@ -40,9 +41,11 @@ class Line:
 
 def examine() -> Iterator[Line]:
     """Every line, in printing order. A check that fails is a line, not an exception."""
-    for check in (_versions, _runtime, _topology, _memory, _build, _disk):
+    for check in (_versions, _runtime, _topology, _memory, _build, _cache, _disk):
         try:
             yield from check()
+        except KtcError as error:  # a fault of the machine: its message names it
+            yield Line(check.__name__.strip("_"), error.message, error.hint or "see the message")
         except Exception as error:
             yield Line(check.__name__.strip("_"), f"{type(error).__name__}: {error}", "report this as a bug in ktc")
 
@@ -131,18 +134,23 @@ def _build() -> Iterator[Line]:
         yield Line("compiler", f"{version} ({compiler})")
 
 
-def _disk() -> Iterator[Line]:
+def _cache() -> Iterator[Line]:
     from ktc.codegen.cache import cache_dir
 
-    for name, path in (("cache", cache_dir()), ("disk", Path.cwd())):
-        existing = path
-        while not existing.exists():
-            existing = existing.parent
-        free = shutil.disk_usage(existing).free
-        advice = "" if os.access(existing, os.W_OK) else f"{existing} cannot be written"
-        if not advice and name == "disk" and free < _LOW_DISK:
-            advice = "little room for a bundle; choose another disk with -o"
-        yield Line(name, f"{path}, {format_bytes(free)} free", advice)
+    path = cache_dir()
+    if os.access(path, os.W_OK):
+        yield Line("cache", f"{path}, {format_bytes(shutil.disk_usage(path).free)} free")
+    else:
+        yield Line("cache", f"{path}: not writable", "set KTC_CACHE_DIR to a writable directory")
+
+
+def _disk() -> Iterator[Line]:
+    path = Path.cwd()
+    free = shutil.disk_usage(path).free
+    advice = "" if os.access(path, os.W_OK) else f"{path} cannot be written"
+    if not advice and free < _LOW_DISK:
+        advice = "little room for a bundle; choose another disk with -o"
+    yield Line("disk", f"{path}, {format_bytes(free)} free", advice)
 
 
 @click.command("doctor")

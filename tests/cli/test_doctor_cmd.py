@@ -45,6 +45,23 @@ def test_what_is_amiss_gets_an_advice(monkeypatch, attribute: str, value: object
     assert not line.ok and advice in line.advice
 
 
+def test_a_cache_that_cannot_be_is_no_bug(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path / "file"))  # of root, whom no mode keeps from writing, too
+    *_, cache, disk = examine()
+    assert cache.name == "cache" and "cannot be created" in cache.value
+    assert cache.advice == "set KTC_CACHE_DIR to a writable directory"
+    assert disk.name == "disk" and disk.value.endswith(" free")
+
+
+def test_a_cache_that_became_read_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir(mode=0o700)
+    monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    cache = next(line for line in examine() if line.name == "cache")
+    assert cache.value == f"{tmp_path / 'kernels'}: not writable" and "set KTC_CACHE_DIR" in cache.advice
+
+
 def test_one_core_is_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     host = replace(facts.this_host(), nodes=((0,),))
     monkeypatch.setattr(facts, "physical_cores", lambda _: 1)

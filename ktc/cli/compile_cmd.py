@@ -7,12 +7,16 @@ import shlex
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ktc.cli.compile_options import chosen_variants, kernel_options, recipe_options, shown_path
 from ktc.host import this_host
 from ktc.progress import format_bytes, format_seconds, set_verbosity
+
+if TYPE_CHECKING:
+    from ktc.plan.ir import Plan
 
 
 @click.command("compile")
@@ -91,9 +95,16 @@ def command(
     )
     click.echo(f"  kernels: {', '.join(made.variants) or 'none (built where it runs)'}")
     click.echo(f"  peak memory {format_bytes(made.peak_rss)}{speed}, {format_seconds(time.monotonic() - began)} in all")
-    here = (
-        ""
-        if not made.plan.uses_cuda() or this_host().cuda
-        else " on a machine with a CUDA device, which this one is not"
-    )
-    click.echo(f'next{here}: ktc run {shlex.quote(shown)} -p "Once upon a time"')
+    click.echo(f'next{_where(made.plan)}: ktc run {shlex.quote(shown)} -p "Once upon a time"')
+
+
+def _where(plan: Plan) -> str:
+    """On which machine the bundle runs, if it is not this one: the command shown would fail here."""
+    host = this_host()
+    if plan.uses_cuda() and not host.cuda:
+        return " on a machine with a CUDA device, which this one is not"
+    here = max(1, len(host.nodes))
+    if plan.nodes == here:
+        return ""
+    nodes = f"{plan.nodes} NUMA node{'s' * (plan.nodes > 1)}"
+    return f" on a machine with {nodes} (this one has {here}: add --emulate-nodes to try it here, slower)"

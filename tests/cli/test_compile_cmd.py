@@ -65,6 +65,23 @@ def test_a_bundle_for_cuda_says_where_it_runs(
     assert last == f'next{where}: ktc run {out} -p "Once upon a time"'
 
 
+@pytest.mark.parametrize(("made", "here"), [(2, 1), (1, 2), (2, 2)])
+def test_a_bundle_for_other_nodes_says_where_it_runs(
+    tiny_checkpoint, tmp_path: Path, monkeypatch, capsys: Capture, made: int, here: int
+) -> None:
+    from ktc.cli import compile_cmd
+
+    host = replace(this_host(), nodes=((0,),) * here)
+    monkeypatch.setattr(compile_cmd, "this_host", lambda: host)
+    source = tiny_checkpoint("deepseek_v3", moe_intermediate_size=192, hidden_size=96)
+    out = tmp_path / "x.ktc"
+    assert ktc("compile", source, "-o", out, "--no-kernels", "--no-logits", "--nodes", made) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    nodes = f"{made} NUMA node{'s' * (made > 1)}"
+    where = f" on a machine with {nodes} (this one has {here}: add --emulate-nodes to try it here, slower)"
+    assert last == f'next{where * (made != here)}: ktc run {out} -p "Once upon a time"'
+
+
 def test_json(tiny_checkpoint, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "x.ktc"
     assert ktc("compile", tiny_checkpoint("deepseek_v3"), "-o", out, "--no-kernels", "--json", "-j", 1) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from ktc.errors import UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
     from ktc.eval.sources import Source
+    from ktc.plan.ir import Plan
 
 
 @click.command("eval")
@@ -85,8 +87,6 @@ def command(
 
 
 def read_text(file: Path, limit: int | None) -> str:
-    import sys
-
     try:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
         return data.decode("utf-8")[:limit]
@@ -106,6 +106,12 @@ def _graph_needed() -> Iterator[None]:
         raise UnsupportedModelError(error.message, hint) from error
 
 
+def _quantised(plan: Plan) -> list[str]:
+    """The schemes of a plan that round weights to integers."""
+    schemes = {part.scheme for m in plan.modules for part in (m.moe, m.linear) if part is not None}
+    return sorted(str(scheme) for scheme in schemes if scheme.data_type in ("int8", "int4"))
+
+
 def _reference(path: Path, window: int, options: dict[str, Any]) -> Source:
     """A bundle on the native graph, its own kernels and nothing deferred; else a checkpoint in Hugging Face."""
     from ktc.eval.sources import CheckpointSource, NativeSource, is_bundle
@@ -117,5 +123,9 @@ def _reference(path: Path, window: int, options: dict[str, Any]) -> Source:
     with _graph_needed():
         model = open_native(path, context=window, fp32_attention=True, **shared)
     assert model.ktc_plan is not None
+    quantised = _quantised(model.ktc_plan)
+    if quantised:
+        told = f"the reference is itself quantised ({', '.join(quantised)}): KL from it is no KL from the model"
+        print(f"ktc: note: {told}; compile one with --recipe bf16 or fp32", file=sys.stderr)
     schemes = sorted({str(m.moe.scheme) for m in model.ktc_plan.moe_modules() if m.moe is not None})
     return NativeSource(model, f"{path.name} ({'+'.join(schemes) or 'no packed experts'}), prefill")

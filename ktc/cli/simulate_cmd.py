@@ -72,6 +72,8 @@ def command(
     from ktc.simulate.profile import known_profiles
 
     set_verbosity(verbose)
+    if deferred is not None and trace is None:
+        raise click.UsageError("--deferred needs --trace FILE")
     check_picture(plot)
     if hardware is None:
         raise UsageError("--hardware is missing: the machine to predict for", f"profiles: {known_profiles()}")

@@ -128,6 +128,12 @@ def test_bad_input_is_said(bundle: Any, text: Path, checkpoint: Path, tmp_path: 
         assert message in str(run(bundle("fp32"), *arguments).exception), arguments
 
 
+def test_a_quantised_reference_bundle_is_noted(bundle: Any, text: Path) -> None:
+    arguments = ("--text", text, "--limit", 40, "--reference")
+    assert "the reference is itself quantised (int8-channel)" in run(bundle("fp32"), *arguments, bundle("int8")).stderr
+    assert "quantised" not in run(bundle("fp32"), *arguments, bundle("fp32")).stderr
+
+
 def test_quantised_reference_checkpoint_is_refused(bundle: Any, text: Path, tmp_path: Path) -> None:
     fp8 = make_tiny("qwen3_moe", tmp_path / "fp8", fmt="fp8")
     result = run(bundle("fp32"), "--text", text, "--limit", 40, "--reference", fp8)

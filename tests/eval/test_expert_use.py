@@ -124,6 +124,9 @@ def test_bad_input_of_the_command(bundle: Path, text: Path, tmp_path: Path, caps
     assert "no.ktc" in capsys.readouterr().err
     assert ktc("profile", bundle, "--text", text, "--window", 100000) == 2
     assert "does not fit the context" in capsys.readouterr().err
+    assert ktc("profile", tmp_path / "no.ktc", "--text", text, "-o", tmp_path / "no" / "a" / "use.json") == 8
+    assert f"there is no folder {tmp_path / 'no' / 'a'}" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
 
 
 SHAPE = ModelShape("qwen3_moe", 3, EXPERTS, TOP_K, 64, 32)

@@ -82,6 +82,11 @@ def test_too_many_deferred_experts(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "0 to 6 leave two immediate experts" in capsys.readouterr().err and not trace.exists()
 
 
+def test_a_k_to_trace_needs_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ktc("simulate", QWEN, "-H", PAPER, "-K", "1") == 2
+    assert "--deferred needs --trace FILE" in capsys.readouterr().err
+
+
 def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "p.svg"

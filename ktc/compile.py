@@ -20,7 +20,7 @@ import ktc
 from ktc.bundle import emit, manifest
 from ktc.bundle.files import read_manifest
 from ktc.bundle.finish import finish_bundle
-from ktc.bundle.model_files import licence_of, model_files
+from ktc.bundle.model_files import TOKENIZER_FILES, licence_of, model_files
 from ktc.errors import BuildError, RecipeError, UnsupportedModelError
 from ktc.host import git_revision, peak_rss
 from ktc.layout import LAYOUT_VERSION, split_note
@@ -162,6 +162,10 @@ def side_files(c: Compilation) -> None:
     _add_graph(c)
     for path, data in model_files(c.checkpoint.config, c.checkpoint.side_files).items():
         c.files[path] = (data, "licence" if path.startswith("LICENSES/") else "model")
+    if not any(f"model/{name}" in c.files for name in TOKENIZER_FILES):
+        c.say(
+            "note: the checkpoint has no tokenizer (tokenizer.json): ktc run, eval and profile will refuse the bundle"
+        )
 
 
 def build(c: Compilation) -> None:

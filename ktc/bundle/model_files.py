@@ -16,6 +16,8 @@ from ktc.checkpoint.safetensors_file import LFS_PREFIX
 from ktc.errors import CheckpointError
 
 DROPPED_KEYS = ("auto_map", "quantization_config", "compression_config")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+"""Any of them makes a tokenizer; tokenizer_config.json alone does not."""
 _LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING")
 GENERATED_CODE_NOTICE = """\
 The C++ under kernels/src and the libraries under kernels/ are generated from, and contain, parts of ktc,

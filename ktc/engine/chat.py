@@ -20,11 +20,12 @@ def require_tokenizer(folder: Path) -> None:
     Raises:
         KtcError: `folder` (a bundle's `model/`) holds none; a BundleError if the manifest names one.
     """
-    if not any(
-        (folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-    ):
+    from ktc.bundle.model_files import TOKENIZER_FILES
+
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
         manifest = folder.parent / "manifest.json"
-        if manifest.is_file() and b'"model/tokenizer' in manifest.read_bytes():
+        listed = manifest.read_bytes() if manifest.is_file() else b""
+        if any(f'"model/{name}"'.encode() in listed for name in TOKENIZER_FILES):
             raise BundleError(f"the tokenizer of {folder.parent} is missing from {folder}", "copy the bundle again")
         raise BundleError(
             f"no tokenizer in {folder}",

@@ -18,7 +18,7 @@ Capture = pytest.CaptureFixture[str]
 
 def test_default_name_and_what_is_said(tiny_checkpoint, tmp_path: Path, monkeypatch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(tiny_checkpoint("deepseek_v3"), tmp_path / "my model")
+    shutil.copytree(tiny_checkpoint("deepseek_v3", tokenizer="byte"), tmp_path / "my model")
     capsys.readouterr()  # what transformers says while it writes the checkpoint
     assert ktc("compile", "my model", "-r", "int8.yaml", "--no-kernels") == 0
     out, err = capsys.readouterr()
@@ -100,7 +100,7 @@ def test_every_command_counts_the_same_bytes(tiny_checkpoint, tmp_path: Path, ca
 
 
 def test_an_uneven_split_is_said(tiny_checkpoint, tmp_path: Path, capsys: Capture) -> None:
-    source = tiny_checkpoint("deepseek_v3", moe_intermediate_size=192, hidden_size=96)
+    source = tiny_checkpoint("deepseek_v3", tokenizer="byte", moe_intermediate_size=192, hidden_size=96)
     capsys.readouterr()
     assert ktc("compile", source, "-o", tmp_path / "x.ktc", "--no-kernels", "--no-logits", "--nodes", 2) == 0
     assert "ktc: note: experts are split unevenly: 192 columns as 64, 128; a layer waits" in capsys.readouterr().err
@@ -108,12 +108,30 @@ def test_an_uneven_split_is_said(tiny_checkpoint, tmp_path: Path, capsys: Captur
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("kept", [(), ("tokenizer_config.json",), ("tokenizer.json",)])
+def test_a_checkpoint_without_a_tokenizer_is_said(
+    tiny_checkpoint, tmp_path: Path, capsys: Capture, kept: tuple[str, ...]
+) -> None:
+    source = Path(shutil.copytree(tiny_checkpoint("deepseek_v3", tokenizer="byte"), tmp_path / "model"))
+    for file in (*source.glob("tokenizer*"), *source.glob("special_tokens*")):
+        if file.name not in kept:
+            file.unlink()
+    capsys.readouterr()
+    assert ktc("compile", source, "-o", tmp_path / "x.ktc", "--no-kernels", "--no-logits") == 0
+    has = "tokenizer.json" in kept
+    assert ("note: the checkpoint has no tokenizer (tokenizer.json)" in capsys.readouterr().err) == (not has)
+    if not has:
+        assert ktc("run", tmp_path / "x.ktc", "-p", "x") == 6
+        error = capsys.readouterr().err
+        assert "no tokenizer in" in error and "the checkpoint had none" in error
+
+
 def test_building_kernels_is_said_when_it_begins_and_ends(
     tiny_checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """Also where no bar is drawn; with everything in the cache there is nothing to say."""
     monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path / "cache"))
-    source = tiny_checkpoint("deepseek_v3")
+    source = tiny_checkpoint("deepseek_v3", tokenizer="byte")
     options = ("--variants", "portable", "--no-logits")
     capsys.readouterr()
     assert ktc("compile", source, "-o", tmp_path / "x.ktc", *options) == 0
@@ -136,7 +154,7 @@ def test_a_built_variant_is_in_the_bundle(with_kernels: Path) -> None:
         (["--variants", "amx", "--no-kernels"], 2, "either --variants or --no-kernels"),
         (["--nodes", "0"], 2, "--nodes"),
         (["-r", "int5"], 4, "no recipe file 'int5'"),
-        (["--nodes", "4", "--no-kernels"], 4, "cannot be split over 4 nodes"),
+        (["--nodes", "4", "--no-kernels"], 2, "cannot be split over 4 nodes"),
     ],
 )
 def test_what_is_refused_leaves_nothing(tiny_checkpoint, tmp_path: Path, capsys: Capture, options, code, said) -> None:

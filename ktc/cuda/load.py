@@ -13,9 +13,9 @@ from ktc.cuda.build import Places
 from ktc.cuda.device import check_memory as check_device_memory
 from ktc.cuda.experts import ExpertLane
 from ktc.cuda.pipeline import Pipeline
+from ktc.engine.opening import no_kernel
 from ktc.engine.weights import WeightStore
 from ktc.engine.weights import check_memory as refuse_too_large
-from ktc.errors import BuildError
 from ktc.models.registry import family_for, hf_config, meta_model
 from ktc.plan.stages import Placement
 from ktc.progress import Progress
@@ -59,7 +59,7 @@ def build_on_device(
         try:
             lane = build.fill(model, bundle.plan, store, kernels, Places(placement, devices), compute)
         except (RuntimeError, ValueError) as error:
-            raise BuildError(f"{bundle.path}: {error}") from error
+            raise no_kernel(bundle, kernels.lib, kernels.force, error) from error
     model.config.dtype = compute
     model.ktc_lane, model.ktc_dtype = lane, compute
     model.ktc_pipeline = Pipeline(model, placement, devices)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktc.engine import pool as pools
-from ktc.engine.opening import open_judged, open_kernels
+from ktc.engine.opening import no_kernel, open_judged, open_kernels
 from ktc.engine.placement import misplaced
-from ktc.errors import BuildError, KtcError, UsageError
+from ktc.errors import KtcError, UsageError
 from ktc.progress import Progress
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _build(bundle: Bundle, kernels: Kernels, bind: bool, check_memory: bool) -> 
         try:
             build.fill(model, bundle.plan, store, kernels)
         except (RuntimeError, ValueError) as error:  # the library lacks a kernel that is needed, or forced
-            raise BuildError(f"{bundle.path}: {error}") from error
+            raise no_kernel(bundle, kernels.lib, kernels.force, error) from error
     model.config.dtype = torch.float32
     single_threaded(model)
     lane = Lane(kernels.pool.threads)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktc.errors import BuildError, BundleError
+from ktc.errors import BuildError, BundleError, KtcError, UsageError
 
 if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle
@@ -21,7 +21,7 @@ def open_judged(
     Args:
         own_kernels: the user brings a kernel library: what the bundle has does not matter.
     Raises:
-        BundleError: damaged, or not for this machine.
+        BundleError: damaged, or not for this machine. BuildError: no kernel library can be had here.
     """
     from ktc.bundle import open_bundle, verdict
 
@@ -31,7 +31,8 @@ def open_judged(
         if part.name == "kernels" and own_kernels:
             continue
         if part.level in ("UNSUPPORTED", "NEEDS_REPACK"):
-            raise BundleError(f"{bundle.path}: {part.reason}", part.fix or None)
+            kind = BuildError if part.name == "kernels" else BundleError
+            raise kind(f"{bundle.path}: {part.reason}", part.fix or None)
         if part.level == "RUNS_SLOWER":
             degraded.append(f"{part.reason}{f' ({part.fix})' if part.fix else ''}")
     return bundle, degraded
@@ -59,3 +60,19 @@ def open_kernels(
     best = runnable(this_host().features)[0]
     chosen = variant is not None or own is not None
     return lib, [] if chosen or lib.variant == best else [f"{lib.variant} kernels, but this CPU runs {best}"]
+
+
+def no_kernel(bundle: Bundle, lib: Any, forced: str, error: Exception) -> KtcError:
+    """What to raise where an operator found no kernel in the library: the fault is the user's if he forced one.
+
+    Args:
+        forced: part of a kernel's name (`--kernel`), or nothing.
+    """
+    if not forced or "whose name contains" not in str(error):  # words of the runtime
+        return BuildError(f"{bundle.path}: {error}")
+    labels = dict.fromkeys(str(kernel["name"]).partition(":")[0] for kernel in lib.kernels())
+    what = str(error).partition(" has ")[2].partition("; it has ")[0] or str(error)
+    return UsageError(
+        f"--kernel {forced}: the {lib.variant} library has {what}",
+        f"possible here: {', '.join(labels)}; --variant chooses another library",
+    )

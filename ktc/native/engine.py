@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktc.engine.generate import check_tokens
-from ktc.engine.opening import open_judged, open_kernels
+from ktc.engine.opening import no_kernel, open_judged, open_kernels
 from ktc.engine.placement import misplaced
-from ktc.errors import BuildError, BundleError, KtcError
+from ktc.errors import BundleError, KtcError
 from ktc.graph.build import PREFILL_CHUNK, GraphExecutor
 from ktc.graph.ir import Program
 from ktc.native.modules import BundleModules, import_torch, module_bytes
@@ -267,7 +267,7 @@ def open_native(
             isa=isa,
         )
     except (RuntimeError, ValueError) as error:  # a kernel that the plan needs is not in the library
-        raise BuildError(f"{bundle.path}: {error}") from error
+        raise no_kernel(bundle, lib, force_kernel, error) from error
     placement = weights.placement()
     degraded += slower + pool.warnings() + misplaced(placement)
     config = bundle.read_object("model/config.json")

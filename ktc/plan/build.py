@@ -43,7 +43,8 @@ def build_plan(config: Mapping[str, Any] | Any, recipe: Recipe, nodes: int = 1) 
     Raises:
         UnsupportedModelError: not a model that ktc knows.
         RecipeError: the recipe does not fit this model: a rule without a module, a group that does not
-            divide, an intermediate size that cannot be split over so many nodes, ...
+            divide, ...
+        UsageError: `nodes` over which the experts cannot be split.
     """
     if nodes < 1:
         raise UsageError(f"{nodes} NUMA nodes: at least 1 is needed")
@@ -188,7 +189,7 @@ class _Builder:
             splits = split_intermediate(shape.intermediate, self.nodes, split_unit(scheme))
         except ValueError as error:
             smaller = f", or a smaller group than {scheme.group}" if scheme.group > 64 else ""
-            raise RecipeError(
+            raise UsageError(
                 f"{where}: {own.name}: {error}", f"choose another node count with --nodes{smaller}"
             ) from error
         moe = MoePlan(

@@ -19,7 +19,7 @@ from ktc.bundle.goldens import read_expert, read_moe_goldens
 from ktc.bundle.reader import open_bundle
 from ktc.bundle.reference import stored_values, weight_scales
 from ktc.compile import compile_checkpoint
-from ktc.errors import BuildError, BundleError, CheckpointError, DiskError, KtcError, RecipeError, UsageError
+from ktc.errors import BuildError, BundleError, CheckpointError, DiskError, KtcError, UsageError
 from tests.bundle.conftest import tree
 from tests.tiny import twin_of
 
@@ -150,7 +150,7 @@ def test_nodes_change_the_split_and_nothing_else(compiled) -> None:
 
 def test_a_node_count_that_cannot_be_is_refused_before_output(tiny_checkpoint, tmp_path: Path) -> None:
     # failure S4: an intermediate size that cannot be split so far.
-    with pytest.raises(RecipeError, match="cannot be split over 4 nodes"):
+    with pytest.raises(UsageError, match="cannot be split over 4 nodes"):
         compile_checkpoint(tiny_checkpoint("deepseek_v3"), "int4", tmp_path / "x.ktc", nodes=4, variants=())
     assert list(tmp_path.iterdir()) == []
 

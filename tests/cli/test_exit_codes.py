@@ -67,7 +67,10 @@ def text(tmp_path: Path) -> Path:
         (("run", "BUNDLE", "-p", "x", "-n5"), "no option -n: here it is --max-tokens"),
         (("run", "BUNDLE", "-p", "x", "--max-new-tokens", 5), "here it is --max-tokens"),
         (("run", "BUNDLE", "--promt", "x"), "No such option"),
+        (("run", "BUNDLE", "-p", "x", "--kernel", "nonsense"), "possible here: "),
+        (("run", "BUNDLE", "-p", "x", "--kernel", "nonsense", "--graph", "off"), "whose name contains 'nonsense'"),
         (("inspect", "BUNDLE", "--trust-kernel", "abc"), "not a sha256"),
+        (("repack", "BUNDLE", "-n", 9, "-o", "no.ktc"), "cannot be split over 9 nodes"),
         (("repack", "BUNDLE", "-n", 1, "-o", "BUNDLE"), "already exists"),
         (("bench", "BUNDLE", "-p", 0, "-n", 0), "nothing to measure"),
         (("bench", "BUNDLE", "-p", 1000), "do not fit the model's context"),
@@ -119,3 +122,18 @@ def test_wrong_usage_is_2(
 )
 def test_what_is_missing_has_the_code_of_its_kind(arguments: tuple[str, ...], code: int) -> None:
     assert ktc(*arguments) == code
+
+
+def test_no_kernels_to_be_had_is_7(compiled, another_machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = compiled("deepseek_v3", tokenizer="byte", max_position_embeddings=48)
+    assert ktc("run", bundle, "-p", "x") == 7
+    assert "no C++ compiler to build one\n  hint: install g++" in capsys.readouterr().err
+
+
+def test_a_compiler_that_fails_is_7(
+    compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/bin/false")
+    assert ktc("run", compiled("deepseek_v3", tokenizer="byte", max_position_embeddings=48), "-p", "x") == 7
+    assert "does not run" in capsys.readouterr().err

@@ -40,7 +40,11 @@ def engine_options(function: F) -> F:
                 metavar="SHA256",
                 help="Load the bundle's kernel library with this hash.",
             ),
-            click.option("--strict", is_flag=True, help="Fail rather than run slower than this machine could."),
+            click.option(
+                "--strict",
+                is_flag=True,
+                help="Fail where a note would say: slower than this machine could, or not as asked.",
+            ),
             click.option("-v", "verbose", count=True, help="Say what every layer runs on; more: more."),
         )
     ):

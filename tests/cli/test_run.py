@@ -319,6 +319,19 @@ def test_m6_kernels_that_could_not_be_built_are_missed(
     assert "portable kernels, but" in str(run(short_bundle, "-p", "x", "--graph", graph, "--strict").exception)
 
 
+def test_strict_refuses_nothing_that_was_chosen(folder: Path, short_bundle: Path) -> None:
+    from ktc.compile import compile_checkpoint
+
+    for chosen in (("--variant", "portable"), ("--threads", 1), ("--kernel", "avx"), ("--graph", "off")):
+        if chosen != ("--kernel", "avx") or runnable(this_host().features)[0] != "portable":
+            ok(run(short_bundle, "-p", "x", "--max-tokens", 1, "--strict", *chosen))
+    nodes = len(this_host().nodes) + 1
+    checkpoint = make_tiny("deepseek_v3", folder / "wide", tokenizer="byte", moe_intermediate_size=64 * nodes)
+    compile_checkpoint(checkpoint, "int4", folder / "wide.ktc", nodes=nodes, variants=(), jobs=1)
+    refused = run(folder / "wide.ktc", "-p", "x", "--strict", "--emulate-nodes").exception
+    assert isinstance(refused, KtcError) and "(--emulate-nodes)" in refused.message
+
+
 def test_what_was_asked_for_and_is_not_done_is_said(folder: Path, short_bundle: Path) -> None:
     from ktc.compile import compile_checkpoint
 

@@ -14,7 +14,7 @@ import torch
 import ktc
 from ktc.engine.linear import KtcLinear
 from ktc.engine.moe import KtcFusedMoE
-from ktc.errors import BuildError, BundleError, KtcError
+from ktc.errors import BuildError, BundleError, KtcError, UsageError
 from tests.parity.conftest import error, random_ids
 
 
@@ -156,7 +156,7 @@ def test_kernels_that_do_not_fit_are_named(bundle, library, best_variant, tmp_pa
     junk.write_bytes(b"no library")
     with pytest.raises(BuildError, match=r"libjunk\.so"):
         ktc.load(path, kernel_library=junk)
-    with pytest.raises(BuildError, match="no such kernel name"):
+    with pytest.raises(UsageError, match="no such kernel name"):
         ktc.load(path, kernel_library=library(best_variant), force_kernel="no such kernel name")
     with pytest.raises(BundleError, match="does not exist"):
         ktc.load(tmp_path / "nothing.ktc")

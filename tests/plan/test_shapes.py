@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ktc.errors import RecipeError
+from ktc.errors import KtcError, RecipeError, UsageError
 from ktc.layout import MatrixLayout, QuantScheme
 from ktc.plan import Plan, build_plan, render
 from ktc.plan.schemes import LEGAL_GROUPS, is_legal
@@ -20,8 +20,8 @@ def plan_of(moe_kwargs: str, hidden: int, intermediate: int, nodes: int = 1, **o
     return build_plan(config, parse_recipe(text, "r.yaml"), nodes)
 
 
-def refused(*args: Any, **kwargs: Any) -> RecipeError:
-    with pytest.raises(RecipeError) as caught:
+def refused(*args: Any, kind: type[KtcError] = RecipeError, **kwargs: Any) -> KtcError:
+    with pytest.raises(kind) as caught:
         plan_of(*args, **kwargs)
     return caught.value
 
@@ -90,10 +90,10 @@ def test_s4_uneven_split_in_whole_blocks() -> None:
 
 
 def test_s4_too_many_nodes_names_those_that_work() -> None:
-    error = refused("data_type: int4", 64, 320, nodes=8)
+    error = refused("data_type: int4", 64, 320, nodes=8, kind=UsageError)
     assert "model.layers.0.mlp: intermediate size 320 has 5 blocks of 64 columns" in error.message
     assert "1 to 5 nodes work" in error.message and "--nodes" in str(error.hint)
-    error = refused("data_type: int4, group: 128", 128, 384, nodes=5)
+    error = refused("data_type: int4, group: 128", 128, 384, nodes=5, kind=UsageError)
     assert "1 to 3 nodes work" in error.message and "a smaller group than 128" in str(error.hint)
 
 

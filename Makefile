@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SETUP  := $(VENV)/.ktc-setup
 
-.PHONY: demo test test-all fmt lint setup clean help
+.PHONY: demo test fmt lint setup clean help
 
 help:
 	@echo "make demo   compile artifacts/demo to a bundle and generate text from it"

@@ -94,7 +94,7 @@ def _moe(plan: Plan, moe: MoePlan) -> Iterator[str]:
     if moe.backend not in _BACKENDS:
         yield f"backend {moe.backend}"
     if moe.data_type == "fp32" and moe.backend != "portable":
-        yield f"fp32 on backend {moe.backend}; only the portable kernel has it"
+        yield f"fp32 on backend {moe.backend}; it takes portable only"
     n = moe.n_deferred_experts
     if n != "auto" and n != 0 and not 0 < n <= moe.top_k - 2:
         yield f"{n} deferred experts of {moe.top_k}"

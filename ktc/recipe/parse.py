@@ -212,7 +212,7 @@ def _backend(document: Document, kwargs: dict[str, Any], path: Path) -> str:
         return backend
     if backend not in ("auto", "portable"):
         raise RecipeError(
-            f"{document.at((*path, 'backend'))}: backend: fp32 runs on the portable kernel only, not on {backend}",
+            f"{document.at((*path, 'backend'))}: backend: fp32 takes portable only, not {backend}",
             "use backend: portable, or data_type: bf16",
         )
     return "portable"

@@ -95,7 +95,7 @@ def test_backend_spellings(given: str, expected: str) -> None:
     assert parse_recipe(moe(data_type="int4", backend=given)).rules[0].backend == expected
 
 
-def test_fp32_always_runs_on_the_portable_kernel() -> None:
+def test_fp32_has_one_backend() -> None:
     assert parse_recipe(moe(data_type="fp32")).rules[0].backend == "portable"
 
 
@@ -164,7 +164,7 @@ MISTAKES = [
     (moe(data_type="int4", scale="lut"), "r.yaml:6:14:", "'lut' is not one of codebook, integer, float", None),
     (moe(data_type="int4", scale="codebook", group="channel"), "r.yaml:7:7:", "int4 needs a group", None),
     (moe(data_type="bf16", group=32), "r.yaml:6:7:", "bf16 has no scales", "remove group"),
-    (moe(data_type="fp32", backend="AMX"), "r.yaml:6:16:", "portable kernel only", "portable"),
+    (moe(data_type="fp32", backend="AMX"), "r.yaml:6:16:", "fp32 takes portable only", "portable"),
     (moe(data_type="int4", group_fallback="maybe"), "r.yaml:6:23:", "'maybe' is not refuse, pad, or a list", None),
     (moe(data_type="int4", group=64, group_fallback="[64]"), "r.yaml:7:24:", "64 is not smaller than group 64", None),
     (moe(data_type="int4", group=64, group_fallback="[pad, 32]"), "r.yaml:7:24:", "nothing after it", None),

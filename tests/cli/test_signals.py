@@ -67,7 +67,7 @@ def test_an_interrupt_ends_the_compilers(tiny_checkpoint: Callable[..., Path], t
         f'#!/bin/sh\ncase "$*" in *-o*) sleep 600 & echo $$ $! >>{pids}; wait;; *) exec g++ "$@";; esac\n'
     )
     compiler.chmod(0o755)
-    command = ("compile", tiny_checkpoint("deepseek_v3"), "-o", tmp_path / "m.ktc", "--no-logits")
+    command = ("compile", tiny_checkpoint("deepseek_v3", tokenizer="byte"), "-o", tmp_path / "m.ktc", "--no-logits")
     process = start(*command, CXX=str(compiler), KTC_CACHE_DIR=str(cache))
     while process.poll() is None and not (pids.exists() and pids.read_text().endswith("\n")):
         time.sleep(0.01)

@@ -28,7 +28,7 @@ from ktc.plan.ir import ModulePlan, Plan
 from ktc.plan.stages import Placement
 
 if TYPE_CHECKING:
-    from ktc.engine.build import Kernels
+    from ktc.engine.kernels import Kernels
     from ktc.engine.weights import WeightStore
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

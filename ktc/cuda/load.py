@@ -22,7 +22,7 @@ from ktc.progress import Progress
 
 if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle
-    from ktc.engine.build import Kernels
+    from ktc.engine.kernels import Kernels
 
 
 def build_on_device(

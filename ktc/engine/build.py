@@ -7,14 +7,13 @@ gives everything its weights. What this file is not: opening or judging a bundle
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ktc.engine.embedding import KtcEmbedding
+from ktc.engine.kernels import Kernels
 from ktc.engine.linear import KtcLinear
 from ktc.engine.mla import KtcMLAAttention
 from ktc.engine.moe import KtcFusedMoE
@@ -50,42 +49,6 @@ def replace_modules(model: nn.Module, plan: Plan, family: Family) -> None:
         elif planned.operator == "embedding":
             old: Any = original
             set_module(model, planned.name, KtcEmbedding(old.weight.detach(), old.padding_idx))
-
-
-@dataclass
-class Kernels:
-    """What native operators are made with.
-
-    Attributes:
-        force: part of a kernel's name that every operator must use, "" = free choice per call.
-        min_rows: kernel label -> rows below which another one is better (measured by `ktc tune`).
-        notes: wishes of the recipe that could not be met.
-    """
-
-    lib: Any
-    pool: Any
-    force: str = ""
-    min_rows: Mapping[str, int] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def options(self, backend: str = "auto", scheme: str = "") -> dict[str, Any]:
-        """Keywords for `_runtime.Moe` and `_runtime.Linear`; `backend` is the recipe's."""
-        force, label = self.force, _BACKEND_LABELS.get(backend)
-        if not force and label is not None:
-            wanted = f"{label}:{scheme}:"
-            if any(str(kernel["name"]).startswith(wanted) for kernel in self.lib.kernels()):
-                force = f"{label}:"
-            else:
-                note = (
-                    f"the recipe asks for backend {backend}; the {self.lib.variant} library has no such {scheme} kernel"
-                )
-                if note not in self.notes:
-                    self.notes.append(note)
-        return {"force": force, "min_rows": dict(self.min_rows)}
-
-
-# The hybrid backends and "auto" leave the choice to the runtime; "portable" is a matter of the library's variant.
-_BACKEND_LABELS = {"AMX": "amx", "AVX512": "avx512", "AVX2": "avx2"}
 
 
 def fill(model: nn.Module, plan: Plan, store: WeightStore, kernels: Kernels) -> None:

@@ -20,7 +20,7 @@ from ktc.progress import Progress
 
 if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle
-    from ktc.engine.build import Kernels
+    from ktc.engine.kernels import Kernels
     from ktc.engine.weights import WeightStore
     from ktc.plan.ir import Plan
     from ktc.plan.stages import Placement
@@ -62,7 +62,7 @@ def load(
     opened, degraded = open_judged(bundle, emulate_nodes, trust_sha256, own_kernels=kernel_library is not None)
     placed = _cuda_devices(opened, dtype)
     from ktc import _runtime
-    from ktc.engine.build import Kernels
+    from ktc.engine.kernels import Kernels
     from ktc.engine.report import LoadReport, describe
     from ktc.perf.tuning import load as load_tuning
 

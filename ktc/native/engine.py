@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktc.engine.generate import check_tokens
+from ktc.engine.kernels import Kernels
 from ktc.engine.opening import no_kernel, open_judged, open_kernels
 from ktc.engine.placement import misplaced
 from ktc.errors import BundleError, KtcError
@@ -248,14 +249,11 @@ def open_native(
         import_torch()  # seconds that are no reading of weights
     try:
         with Progress("load weights", total + called_bytes, "B") as progress:
-            min_rows, bind = load_tuning().min_rows, not emulate_nodes
+            kernels, bind = Kernels(lib, pool, force_kernel, load_tuning().min_rows), not emulate_nodes
             modules = None
             if program.callbacks():
-                modules = BundleModules(
-                    bundle, program, lib, pool, context=context, force=force_kernel, min_rows=min_rows,
-                    progress=progress, bind=bind,
-                )  # fmt: skip
-            weights = BundleWeights(bundle, program, lib, pool, force_kernel, min_rows, progress, bind, modules)
+                modules = BundleModules(bundle, program, kernels, context=context, progress=progress, bind=bind)
+            weights = BundleWeights(bundle, program, kernels, progress, bind, modules)
         graph = GraphExecutor(
             program,
             weights,
@@ -269,7 +267,7 @@ def open_native(
     except (RuntimeError, ValueError) as error:  # a kernel that the plan needs is not in the library
         raise no_kernel(bundle, lib, force_kernel, error) from error
     placement = weights.placement()
-    degraded += slower + pool.warnings() + misplaced(placement)
+    degraded += slower + kernels.notes + pool.warnings() + misplaced(placement)
     config = bundle.read_object("model/config.json")
     name = "model/generation_config.json"
     generation = bundle.read_object(name) if name in bundle.files else None

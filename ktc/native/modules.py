@@ -6,7 +6,7 @@ below them and the rotary embedding only: everything else is dropped before a by
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from ktc.progress import Progress
 
 if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle
+    from ktc.engine.kernels import Kernels
     from ktc.graph.callbacks import ModuleCallbacks
 
 ROTARY = "model.rotary_emb"
@@ -65,12 +66,9 @@ class BundleModules:
         self,
         bundle: Bundle,
         program: Program,
-        lib: Any,
-        pool: Any,
+        kernels: Kernels,
         *,
         context: int,
-        force: str = "",
-        min_rows: Mapping[str, int] | None = None,
         progress: Progress | None = None,
         bind: bool = True,
     ) -> None:
@@ -102,10 +100,10 @@ class BundleModules:
         _drop_others(model, [*called, ROTARY])
         plan = called_plan(bundle.plan, program)
         build.replace_modules(model, plan, family_for(config))
-        self._store = WeightStore(bundle, pool, progress, bind)
-        build.fill(model, plan, self._store, build.Kernels(lib, pool, force, min_rows or {}))
+        self._store = WeightStore(bundle, kernels.pool, progress, bind)
+        build.fill(model, plan, self._store, kernels)
         model.config.dtype = torch.float32
-        lane = Lane(pool.threads)
+        lane = Lane(kernels.pool.threads)
         for name, module in model.named_modules():
             if isinstance(module, KtcMLAAttention):
                 module.lane = lane

@@ -9,13 +9,13 @@ rows are looked up stays in its file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ktc.engine.kernels import Kernels
 from ktc.engine.memory import open_table, read_weights, weight_buffer
 from ktc.engine.packed import expert_pointers, native_linear, native_moe
 from ktc.engine.placement import NodePlacement, check
@@ -94,25 +94,20 @@ class BundleWeights:
         self,
         bundle: Bundle,
         program: Program,
-        lib: Any,
-        pool: Any,
-        force: str = "",
-        min_rows: Mapping[str, int] | None = None,
+        kernels: Kernels,
         progress: Progress | None = None,
         bind: bool = True,
         modules: BundleModules | None = None,
     ) -> None:
         """
         Args:
+            kernels: for experts and packed linears; wishes of the recipe that they cannot meet are noted there.
             modules: what the program's callback nodes call.
             bind: place a node's experts on that NUMA node (not where nodes are emulated).
-            force: part of the name of kernels to use whatever the row count.
-            min_rows: measured crossovers of `ktc tune`.
         Raises:
             KtcError: no memory; BundleError: a file cannot be read or a tensor is missing.
         """
-        self.bundle, self.lib, self.pool = bundle, lib, pool
-        self._choice: dict[str, Any] = {"force": force, "min_rows": dict(min_rows or {})}
+        self.bundle, self._kernels = bundle, kernels
         self.moes = {m.name: m.moe for m in bundle.plan.modules if m.moe is not None}
         self.linears = {m.name: m.linear for m in bundle.plan.modules if m.linear is not None}
         self.buffers: list[Any] = []
@@ -160,14 +155,15 @@ class BundleWeights:
         if p is None:
             raise BundleError(f"{self.bundle.path}: the graph runs {module} on packed tiles, the plan does not")
         at = {r: self._address[None, node.weights[r]] for r in PACKED_PARTS if r in node.weights}
-        made = native_linear(self.lib, self.pool, p, at, **self._choice)
+        made = native_linear(self._kernels.lib, self._kernels.pool, p, at, **self._kernels.options())
         self._native.append(made)
         return made
 
     def experts(self, module: str) -> Any:
         p = self.moes[module]
         weights = [self._expert_addresses(module, p, node) for node in range(len(p.splits))]
-        made = native_moe(self.lib, self.pool, p, weights, **self._choice)
+        choice = self._kernels.options(p.backend, str(p.scheme))
+        made = native_moe(self._kernels.lib, self._kernels.pool, p, weights, **choice)
         self._native.append(made)
         return made
 
@@ -216,7 +212,7 @@ class BundleWeights:
         buffer = weight_buffer(total, node, file)
         self.buffers.append(buffer)
         for offset, size, at in spans:
-            read_weights(buffer, file, offset, size, at, self.pool)
+            read_weights(buffer, file, offset, size, at, self._kernels.pool)
             if self._progress is not None:
                 self._progress.update(size, file.name)
         index = 0

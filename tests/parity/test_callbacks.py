@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from ktc.compile import compile_checkpoint
 from ktc.engine.generate import TextGenerator
+from ktc.engine.kernels import Kernels
 from ktc.engine.linear import KtcLinear
 from ktc.errors import BundleError, KtcError, RecipeError
 from ktc.native import NativeModel, open_native
@@ -243,7 +244,7 @@ def test_a_graph_that_calls_what_is_not_there(made: Callable[..., Any], tmp_path
     from ktc.graph.ir import Program
 
     with pytest.raises(BundleError, match=r"calls 'model\.layers\.7\.self_attn', which the model does not have"):
-        BundleModules(bundle, Program.from_json(data), None, None, context=16)
+        BundleModules(bundle, Program.from_json(data), Kernels(None, None), context=16)
 
 
 @pytest.mark.parametrize("match", ["{role: moe}", "{role: linear}", "{name: 'layers\\.0$'}"])

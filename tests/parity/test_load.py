@@ -15,6 +15,7 @@ import ktc
 from ktc.engine.linear import KtcLinear
 from ktc.engine.moe import KtcFusedMoE
 from ktc.errors import BuildError, BundleError, KtcError, UsageError
+from ktc.native.engine import open_native
 from tests.parity.conftest import error, random_ids
 
 
@@ -239,6 +240,13 @@ def test_the_recipes_backend_is_obeyed_or_said(checkpoint, library, best_variant
     assert used and all(name.startswith("avx512:") for name in used) and not model.ktc_report.degraded
     portable = ktc.load(out, kernel_library=library("portable"))
     assert "backend AVX512" in portable.ktc_report.degraded[0]
+
+    graph = open_native(out, kernel_library=library("amx"))
+    graph.prefill(random_ids(1, 40)[0].tolist())
+    reports = [operator.report()["kernels"] for operator in graph.ktc_report.weights.native_operators()]
+    used = [name for report in reports for name in report if ":int8-channel:" in name]
+    assert used and all(name.startswith("avx512:") for name in used) and not graph.ktc_report.degraded
+    assert "backend AVX512" in open_native(out, kernel_library=library("portable")).ktc_report.degraded[0]
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from ktc.bundle.reader import Bundle, open_bundle
 from ktc.compile import compile_checkpoint
 from ktc.engine import memory
 from ktc.engine.chat import encode_text
+from ktc.engine.kernels import Kernels
 from ktc.errors import BundleError, KtcError
 from ktc.graph.ir import Program
 from ktc.native import NativeModel, open_native, weights
@@ -174,7 +175,7 @@ def test_a_shard_that_becomes_shorter_while_it_is_opened(copied: Path) -> None:
     program, table = load_program(opened), table_of(opened)
     os.truncate(table.file, table.offset + table.nbytes - 1)
     with pytest.raises(BundleError, match=rf"{table.file}: file ends too early for {TABLE}") as raised:
-        weights.BundleWeights(opened, program, None, None)
+        weights.BundleWeights(opened, program, Kernels(None, None))
     assert "ktc verify" in str(raised.value.hint)
 
 
@@ -183,4 +184,4 @@ def test_a_table_that_is_missing_is_named(copied: Path) -> None:
     program: Program = load_program(opened)
     del opened.tensors[None, TABLE]
     with pytest.raises(BundleError, match=f"tensor {TABLE} is missing"):
-        weights.BundleWeights(opened, program, None, None)
+        weights.BundleWeights(opened, program, Kernels(None, None))

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from ktc.errors import DiskError
 
+_NEAR = 0.75
+"""Likeness of names, strict: files of one folder often share an ending, which is no likeness."""
+
 
 def expand(path: str | os.PathLike[str]) -> Path:
     """`~` and `~user` replaced; left as they are where there is no such user, or no home at all."""
@@ -28,7 +31,7 @@ def nearest(path: str | os.PathLike[str]) -> Path | None:
             names = [entry.name for entry in found.iterdir()]
         except OSError:
             return None
-        near = difflib.get_close_matches(part, names, n=1)
+        near = difflib.get_close_matches(part, names, n=1, cutoff=_NEAR)
         if not near:
             return None
         found /= near[0]

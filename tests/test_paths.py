@@ -23,6 +23,8 @@ def test_the_nearest_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert paths.nearest("artifacts/demo") == Path("artifacts/demo")
     assert paths.nearest(tmp_path / "artifact" / "dem") == tmp_path / "artifacts" / "demo"
     assert paths.nearest("xyz") is None and paths.nearest("artifacts/demo/config.json") is None
+    (tmp_path / "ctrlc.ktc").mkdir()
+    assert paths.nearest("cpk.ktc") is None and paths.nearest("ctrl.ktc") == Path("ctrlc.ktc")
     assert paths.did_you_mean("artifact/demo") == "did you mean artifacts/demo? " and paths.did_you_mean("xyz") == ""
 
 

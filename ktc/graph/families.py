@@ -192,6 +192,6 @@ def skeleton_for(config: Config) -> Skeleton:
     if make is None:
         raise UnsupportedModelError(
             f"model type {config.model_type!r} has no native decode graph",
-            f"--graph off runs Hugging Face's modules; native: {', '.join(sorted(SKELETONS))}",
+            f"`ktc run --graph off` runs Hugging Face's modules; native: {', '.join(sorted(SKELETONS))}",
         )
     return make(config)

@@ -138,8 +138,9 @@ def _run_layers(
 ) -> None:
     from ktc import _runtime
     from ktc.bundle.trust import kernel_for_host
+    from ktc.engine.opening import open_library
 
-    lib = _runtime.KernelLib(os.fsencode(library or kernel_for_host(bundle, variant, trust_sha256)))
+    lib = open_library(library or kernel_for_host(bundle, variant, trust_sha256), own=library is not None)
     report.variant = lib.variant
     cpus = [cpu for node in _runtime.numa_nodes() for cpu in node]
     pool = _runtime.Pool([cpus] * bundle.nodes, False)

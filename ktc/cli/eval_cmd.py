@@ -91,9 +91,15 @@ def read_text(file: Path, limit: int | None) -> str:
         data = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
         return data.decode("utf-8")[:limit]
     except OSError as error:
-        raise UsageError(f"cannot read the text: {file}: {error.strerror}") from error
+        raise unreadable("text", file, error) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8: byte {error.start}", "convert it with iconv") from error
+
+
+def unreadable(what: str, file: Path | str, error: OSError) -> UsageError:
+    """For a text of the user's ("text", "prompt") that cannot be read; `-` is stdin."""
+    name = "stdin" if str(file) == "-" else file
+    return UsageError(f"cannot read the {what}: {name}: {error.strerror}")
 
 
 @contextmanager

@@ -160,10 +160,23 @@ def _say(message: str, hint: str | None = None) -> None:
         print(f"  hint: {hint}", file=sys.stderr)
 
 
+# What click calls the types of numbers -> what people do.
+_NUMBERS = {
+    "is not a valid integer range.": "is not a whole number.",
+    "is not a valid integer.": "is not a whole number.",
+    "is not a valid float range.": "is not a number.",
+    "is not a valid float.": "is not a number.",
+}
+
+
 def _usage_error(error: click.ClickException) -> None:
     ctx = getattr(error, "ctx", None)
     command = ctx.command_path if ctx is not None else "ktc"
-    _say(error.format_message(), f"{command} --help")
+    message = error.format_message()
+    for theirs, ours in _NUMBERS.items():
+        if message.endswith(theirs):
+            message = message.removesuffix(theirs) + ours
+    _say(message, f"{command} --help")
 
 
 def _cannot_import(error: ImportError) -> int:

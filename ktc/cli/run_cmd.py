@@ -18,6 +18,7 @@ from ktc.cli.conversation import complete_lines, converse, say, system_message, 
 from ktc.cli.cuda_options import attention_option, load_session, refuse_attention
 from ktc.cli.emulate_options import device_options, finish_emulated, load_emulated
 from ktc.cli.engine_options import engine_options, load_model
+from ktc.cli.eval_cmd import unreadable
 from ktc.cli.graph_options import graph_options, load_native, wants_graph
 from ktc.cuda.device import wants_cuda
 from ktc.errors import UsageError
@@ -202,7 +203,7 @@ def _prompt(prompt: str | None, file: Path | None) -> str | None:
             raise UsageError(f"the prompt is larger than {MAX_PROMPT_BYTES >> 20} MiB", "is this the right file?")
         return data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except OSError as error:
-        raise UsageError(f"cannot read the prompt: {error}") from error
+        raise unreadable("prompt", file or "-", error) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"the prompt is not UTF-8: byte {error.start}", "convert it with iconv") from error
 

@@ -180,11 +180,12 @@ def build_stack(options: StackOptions) -> tuple[GraphExecutor, Plan]:
         program = lower(hf_config(values), Inventory.from_plan(plan))
     with status("building the kernels"):
         from ktc.codegen.spec import specs_for
+        from ktc.engine.opening import open_library
 
         if options.library is None:
             lib = kernel_library(specs_for(plan), options.variant)
         else:
-            lib = _runtime.KernelLib(options.library)
+            lib = open_library(options.library, own=True)
     placement = pools.place(_runtime.numa_nodes(), 1, options.threads)
     pool = pools.get_pool(placement, caller_works=False)
     with status("packing random experts"):

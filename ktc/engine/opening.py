@@ -47,16 +47,11 @@ def open_kernels(
     Raises:
         BundleError, BuildError: see `kernel_for_host`; or the library cannot be opened.
     """
-    from ktc import _runtime
     from ktc.bundle import kernel_for_host
     from ktc.codegen.variants import runnable
     from ktc.host import this_host
 
-    path = Path(own) if own is not None else kernel_for_host(bundle, variant, trust_sha256)
-    try:
-        lib = _runtime.KernelLib(os.fsencode(path))
-    except RuntimeError as error:
-        raise BuildError(f"kernel library {path}: {error}") from error
+    lib = open_library(kernel_for_host(bundle, variant, trust_sha256) if own is None else own, own is not None)
     best = runnable(this_host().features)[0]
     chosen = variant is not None or own is not None
     return lib, [] if chosen or lib.variant == best else [f"{lib.variant} kernels, but this CPU runs {best}"]
@@ -76,3 +71,19 @@ def no_kernel(bundle: Bundle, lib: Any, forced: str, error: Exception) -> KtcErr
         f"--kernel {forced}: the {lib.variant} library has {what}",
         f"possible here: {', '.join(labels)}; --variant chooses another library",
     )
+
+
+def open_library(path: str | Path, own: bool = False) -> Any:
+    """
+    Args:
+        own: the user named this file.
+    Raises:
+        BuildError: it cannot be loaded, or is not a kernel library of this ABI and layout.
+    """
+    from ktc import _runtime
+
+    try:
+        return _runtime.KernelLib(os.fsencode(path))
+    except RuntimeError as error:  # names the file itself
+        hint = "leave out --kernel-library: the kernels are then chosen or built here" if own else None
+        raise BuildError(str(error), hint) from error

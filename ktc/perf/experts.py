@@ -137,9 +137,9 @@ def kernel_library(specs: KernelSpecs, variant: str | None = None) -> Any:
     Raises:
         BuildError: unknown variant, or it cannot be built or loaded here.
     """
-    from ktc import _runtime
     from ktc.codegen.build import build_variants
     from ktc.codegen.variants import VARIANTS, runnable
+    from ktc.engine.opening import open_library
     from ktc.errors import BuildError
     from ktc.host import this_host
 
@@ -148,10 +148,7 @@ def kernel_library(specs: KernelSpecs, variant: str | None = None) -> Any:
     if name in VARIANTS and (missing := set(VARIANTS[name].required_features) - features):
         raise BuildError(f"variant {name} needs {', '.join(sorted(missing))}, which this machine does not offer")
     built = build_variants(specs, [name])[name]
-    try:
-        return _runtime.KernelLib(str(built.path))
-    except RuntimeError as error:
-        raise BuildError(f"kernel library {built.path}: {error}") from error
+    return open_library(built.path)
 
 
 def moe_plan(shape: MoeShape, scheme: QuantScheme, nodes: int) -> MoePlan:

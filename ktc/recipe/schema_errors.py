@@ -52,6 +52,8 @@ def _explain(error: Any, document: Document) -> tuple[Mark, str, str | None]:
         return mark, f"{_in(label)}'{missing}' is missing", _required_hint(missing, error)
     if error.validator in ("enum", "const"):
         allowed = [str(v) for v in (error.validator_value if error.validator == "enum" else [error.validator_value])]
+        if isinstance(original, str) and original in allowed and original not in error.schema.get(error.validator, ()):
+            return mark, f"{label}: '{original}' is a string where a number belongs", f"write {original} without quotes"
         return mark, f"{label}: '{original}' is not one of {', '.join(allowed)}", _did_you_mean(str(original), allowed)
     if error.validator == "type":
         return mark, f"{label or 'the recipe'}: {_kind(original)} where {_KINDS[error.validator_value]} belongs", None
@@ -114,12 +116,19 @@ def _did_you_mean(word: str, allowed: list[str]) -> str | None:
     habit = _HABITS.get(word.lower())
     if habit in allowed:
         return f"did you mean {habit}?"
-    near = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word.lower(), by_lower, n=max(1, len(allowed)), cutoff=0.6)
+    likeness = {low: difflib.SequenceMatcher(None, low, word.lower()).ratio() for low in near}
+    near.sort(key=lambda low: (-likeness[low], abs(_number(low) - _number(word))))  # int3: int4 rather than int8
     if not near:  # "operators.experts.FusedMoE" for "ktc.FusedMoE"
         near = [low for low in by_lower if "." in low and low.endswith("." + word.lower().rpartition(".")[2])]
     if near:
         return f"did you mean {by_lower[near[0]]}?"
     return None
+
+
+def _number(word: str) -> int:
+    """The digits of a name as one number."""
+    return int("".join(c for c in word if c in "0123456789") or 0)
 
 
 def _known(allowed: list[str]) -> str:

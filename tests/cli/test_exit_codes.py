@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
@@ -13,7 +13,7 @@ import pytest
 
 import ktc as package
 from ktc.cli import main
-from ktc.errors import KtcError, UsageError
+from ktc.errors import BuildError, KtcError, UsageError
 from tests.cli.runner import ktc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +52,9 @@ def text(tmp_path: Path) -> Path:
     ("arguments", "said"),
     [
         (("run", "BUNDLE", "-p", ""), "the prompt is empty"),
-        (("run", "BUNDLE", "-f", "no-such-file"), "cannot read the prompt"),
+        (("run", "BUNDLE", "-f", "no-such-file"), "cannot read the prompt: no-such-file: No such file or directory"),
+        (("run", "BUNDLE", "--max-tokens", "abc"), "'abc' is not a whole number"),
+        (("run", "BUNDLE", "--top-p", "abc"), "'abc' is not a number"),
         (("run", "BUNDLE", "-p", "x", "--temperature", -1), "temperature must be"),
         (("run", "BUNDLE", "-p", "x", "--top-p", 0), "top-p must be"),
         (("run", "BUNDLE", "-p", "x", "--deferred", 99), "fewer than 2 immediate"),
@@ -137,3 +139,18 @@ def test_a_compiler_that_fails_is_7(
     monkeypatch.setenv("CXX", "/bin/false")
     assert ktc("run", compiled("deepseek_v3", tokenizer="byte", max_position_embeddings=48), "-p", "x") == 7
     assert "does not run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "verify"])
+def test_a_library_that_is_none_is_named_once(
+    command: str, compiled: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library = tmp_path / "no.so"
+    library.write_bytes(b"not ELF")
+    more = ("-p", "x") if command == "run" else ()
+    assert (
+        ktc(command, compiled("deepseek_v3", tokenizer="byte"), *more, "--kernel-library", library)
+        == BuildError.exit_code
+    )
+    said = capsys.readouterr().err
+    assert said.count("kernel library") == 1 and "hint: leave out --kernel-library" in said

@@ -7,6 +7,7 @@ For the eager and the native engine; no torch.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ def check_memory(
     available = available_memory()
     if available is not None and needed > available:
         raise KtcError(f"{what} {format_bytes(needed)} of memory, {format_bytes(available)} are available", hint)
+
+
+def huge_bytes(buffers: Iterable[Any]) -> int:
+    """Bytes of weights that the kernel really keeps in huge pages. Whole pages are counted there, so a buffer's last
+    one is more than its weights."""
+    return sum(min(int(b.huge_bytes()), int(b.nbytes)) for b in buffers)
 
 
 def weight_buffer(nbytes: int, node: int, file: Path) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ktc.engine.memory import check_memory as check_memory
-from ktc.engine.memory import read_weights, weight_buffer
+from ktc.engine.memory import huge_bytes, read_weights, weight_buffer
 from ktc.engine.placement import NodePlacement, check
 from ktc.errors import BundleError
 from ktc.layout import round_up
@@ -53,7 +53,7 @@ class WeightStore:
 
     def huge_bytes(self) -> int:
         """Bytes that the kernel really keeps in huge pages."""
-        return sum(b.huge_bytes() for b in self.buffers)
+        return huge_bytes(self.buffers)
 
     def placement(self) -> list[NodePlacement]:
         """Where each node's weights really lie; empty where there is one node, or none is bound."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktc.engine.kernels import Kernels
-from ktc.engine.memory import open_table, read_weights, weight_buffer
+from ktc.engine.memory import huge_bytes, open_table, read_weights, weight_buffer
 from ktc.engine.packed import expert_pointers, native_linear, native_moe
 from ktc.engine.placement import NodePlacement, check
 from ktc.errors import BundleError, KtcError
@@ -127,7 +127,7 @@ class BundleWeights:
         return sum(int(b.nbytes) for b in self.buffers) + (self._modules.nbytes if self._modules is not None else 0)
 
     def huge_bytes(self) -> int:
-        return sum(int(b.huge_bytes()) for b in self.buffers)
+        return huge_bytes(self.buffers)
 
     def placement(self) -> list[NodePlacement]:
         """Where each node's experts really lie; empty where there is one node, or none is bound."""

@@ -214,7 +214,9 @@ class KtcWeights:
             self.pointers.append(per_node)
 
     def huge_share(self) -> float:
-        return float(sum(b.huge_bytes() for b in self._buffers) / max(1, sum(b.nbytes for b in self._buffers)))
+        from ktc.engine.memory import huge_bytes
+
+        return float(huge_bytes(self._buffers) / max(1, sum(b.nbytes for b in self._buffers)))
 
 
 def _image(expert: PackedExpert) -> tuple[NDArray[np.uint8], dict[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,3 +36,12 @@ def test_refusal_says_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
         memory.check_memory(2500)
     monkeypatch.setattr(memory, "available_memory", lambda: None)
     memory.check_memory(1 << 60)
+
+
+def test_whole_huge_pages_are_no_more_than_the_weights_in_them() -> None:
+    """Two files of 3 and 5 MB lie in 4 and 6 MB of huge pages: that is all of them, not 125%; a third is in none."""
+
+    def buffer(nbytes: int, huge: int) -> SimpleNamespace:
+        return SimpleNamespace(nbytes=nbytes << 20, huge_bytes=lambda: huge << 20)
+
+    assert memory.huge_bytes([buffer(3, 4), buffer(5, 6), buffer(7, 0)]) == 8 << 20

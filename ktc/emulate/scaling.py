@@ -51,7 +51,7 @@ def slower_device(hardware: Hardware, factor: float) -> Hardware:
 
 
 def as_measured(
-    hardware: Hardware, plan: Plan, layer_seconds: float, submit: float, sync: float, job: float = 0.0
+    hardware: Hardware, plan: Plan, layer_seconds: float, submit: float, sync: float, job: float = 0.0, cores: int = 1
 ) -> Hardware:
     """The emulated machine as a profile: `hardware`'s device, and measured experts and callbacks.
 
@@ -59,6 +59,7 @@ def as_measured(
         layer_seconds: of all routed experts of one layer, one token, in one job; every layer takes as long as its
             bytes ask.
         job: seconds of it that are the job's own, which a second one adds. Experts take a tenth at the least.
+        cores: those that the experts ran on here.
     """
     job = min(job, 0.9 * layer_seconds)
     moe = next(m.moe for m in plan.moe_modules() if m.moe)
@@ -66,7 +67,7 @@ def as_measured(
     rate = nbytes / (layer_seconds - job)
     cpu = Cpu(
         sockets=1,
-        cores=hardware.cpu.cores,
+        cores=cores,
         dram_local=rate,
         dram_remote=rate,
         peak={"avx512": _FAR},

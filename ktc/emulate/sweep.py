@@ -9,6 +9,7 @@ those of K = 0 only.
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ktc.emulate.jobs import second_job_seconds
 from ktc.emulate.lane import EmulatedLane, Replay
 from ktc.emulate.scaling import as_measured, slower_device
 from ktc.errors import UsageError
+from ktc.host import physical_cores
 from ktc.progress import Progress, status
 from ktc.simulate.costs import decode_costs
 from ktc.simulate.hardware import Hardware
@@ -133,9 +135,8 @@ def run(lane: EmulatedLane, options: SweepOptions) -> Sweep:
     seconds = _middle(base, lambda r: r.experts)
     everything = [r for turns in replays.values() for turn in turns for r in turn]
     late = np.concatenate([r.late for r in everything])
-    hardware = as_measured(
-        lane.hardware, lane.plan, seconds, _middle(base, lambda r: r.submit), _middle(base, lambda r: r.sync), job
-    )
+    submit, sync = _middle(base, lambda r: r.submit), _middle(base, lambda r: r.sync)
+    hardware = as_measured(lane.hardware, lane.plan, seconds, submit, sync, job, _cores(lane.graph.pool.threads))
     costs = decode_costs(lane.plan, hardware, context=lane.context, numa="single")
     return Sweep(
         measured=tuple(_summary(k, replays[k]) for k in ks),
@@ -151,6 +152,12 @@ def run(lane: EmulatedLane, options: SweepOptions) -> Sweep:
         context=lane.context,
         threads=lane.graph.pool.threads,
     )
+
+
+def _cores(threads: int) -> int:
+    """Cores that this many threads ran on: at most the physical ones of this process."""
+    cpus = os.sched_getaffinity(0)
+    return min(threads, physical_cores(cpus) or len(cpus))
 
 
 def _ks(lane: EmulatedLane, options: SweepOptions) -> list[int]:

@@ -43,8 +43,9 @@ def test_the_time_of_a_layer_has_one_job_in_it(stack: tuple[GraphExecutor, Plan]
 
 def test_the_written_profile_is_the_same_machine(stack: tuple[GraphExecutor, Plan], paper: Hardware) -> None:
     plan = stack[1]
-    measured = as_measured(slower_device(paper, 1.7), plan, 1.5e-3, 3e-5, 2e-5, 4e-4)
+    measured = as_measured(slower_device(paper, 1.7), plan, 1.5e-3, 3e-5, 2e-5, 4e-4, cores=3)
     read = parse_profile(profile_yaml(measured, ["a remark"]), "measured.yaml")
+    assert (read.cpu.sockets, read.cpu.cores) == (1, 3)  # of the machine measured, not of the paper's
     for k in (0, 3):
         a, b = (decode_row(decode_costs(plan, h), k) for h in (measured, read))
         assert b.token_seconds == pytest.approx(a.token_seconds)

@@ -59,6 +59,11 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
+def counted(count: int, noun: str) -> str:
+    """(1, "token") -> "1 token"; (2, "token") -> "2 tokens"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 @contextmanager
 def status(text: str) -> Iterator[None]:
     """Say on a terminal what is going on during a step that has no countable work; erased at its end."""

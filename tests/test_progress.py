@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ktc import progress
-from ktc.progress import Progress, format_bytes, format_seconds, set_verbosity, status, verbosity
+from ktc.progress import Progress, counted, format_bytes, format_seconds, set_verbosity, status, verbosity
 
 
 class Terminal(io.StringIO):
@@ -167,3 +167,7 @@ def test_status_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         with status("planning"):
             pass
         assert stream.getvalue() == expected
+
+
+def test_one_is_singular() -> None:
+    assert counted(1, "token") == "1 token" and counted(0, "node") == "0 nodes" and counted(2, "node") == "2 nodes"

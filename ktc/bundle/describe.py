@@ -20,6 +20,7 @@ from ktc.native.engine import PROGRAM_FILE, load_program
 from ktc.native.report import native_groups
 from ktc.plan.ir import ModulePlan
 from ktc.plan.names import group_name
+from ktc.progress import counted
 
 PREFILL_TOKENS = 512  # tokens of one prefill step; scratch never has to hold more
 
@@ -140,4 +141,4 @@ def _goldens(manifest: dict[str, Any]) -> str:
     goldens = manifest["goldens"]
     if goldens is None:
         return "none"
-    return f"{len(goldens['moe'])} MoE layers" + (" and logits" if goldens["logits"] else "")
+    return counted(len(goldens["moe"]), "MoE layer") + (" and logits" if goldens["logits"] else "")

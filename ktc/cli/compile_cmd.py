@@ -13,7 +13,7 @@ import click
 
 from ktc.cli.compile_options import chosen_variants, kernel_options, recipe_options, shown_path
 from ktc.host import this_host
-from ktc.progress import format_bytes, format_seconds, set_verbosity
+from ktc.progress import counted, format_bytes, format_seconds, set_verbosity
 
 if TYPE_CHECKING:
     from ktc.plan.ir import Plan
@@ -91,7 +91,7 @@ def command(
             f" ({made.source_bytes / made.seconds / 1e9:.2f} GB/s)"
         )
     click.echo(
-        f"{shown}: {format_bytes(made.size)}, {len(moes)} MoE layers in {scheme}, {nodes} node{'s' * (nodes > 1)}"
+        f"{shown}: {format_bytes(made.size)}, {counted(len(moes), 'MoE layer')} in {scheme}, {counted(nodes, 'node')}"
     )
     click.echo(f"  kernels: {', '.join(made.variants) or 'none (built where it runs)'}")
     click.echo(f"  peak memory {format_bytes(made.peak_rss)}{speed}, {format_seconds(time.monotonic() - began)} in all")

@@ -69,9 +69,12 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     out.append("layers")
     out += _table(facts["layers"])
     out.append("kernels in the bundle")
+    width = max((len(kernel["variant"]) for kernel in facts["kernels"]), default=0)
     for kernel in facts["kernels"]:
         here = "runs here" if kernel["runs_here"] else "not for this CPU"
-        out.append(f"  {kernel['variant']:<9} {here:<17} {kernel['sha256'][:12]}  {kernel['compiler'].split(' / ')[0]}")
+        out.append(
+            f"  {kernel['variant']:<{width}}  {here:<17} {kernel['sha256'][:12]}  {kernel['compiler'].split(' / ')[0]}"
+        )
     if not facts["kernels"]:
         out.append("  none: they are built where it runs")
     if facts["scratch"]:

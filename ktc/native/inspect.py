@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ktc.graph.build import PREFILL_CHUNK, plan_layouts
 from ktc.graph.render import render
 from ktc.native.engine import DEFAULT_CONTEXT, load_program
+from ktc.progress import counted
 
 if TYPE_CHECKING:
     from ktc.bundle.reader import Bundle
@@ -27,5 +28,5 @@ def graph_text(bundle: Bundle, as_json: bool = False) -> str:
     threads = sum(len(node) for node in _runtime.numa_nodes())
     context = min(program.context, DEFAULT_CONTEXT)
     layouts = plan_layouts(program, threads, min(PREFILL_CHUNK, context), _runtime)
-    arena = {f"steps of up to {layout.max_rows} tokens": layout.nbytes for layout in layouts}
+    arena = {f"steps of up to {counted(layout.max_rows, 'token')}": layout.nbytes for layout in layouts}
     return render(program, context, arena)

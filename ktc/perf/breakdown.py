@@ -22,6 +22,7 @@ from ktc.perf.interleave import interleave
 from ktc.perf.kernel_bench import Options, limit_kinds
 from ktc.perf.limits import Limits, Sampler, default_cpus
 from ktc.perf.shapes import SCHEMES, floor
+from ktc.progress import counted
 
 PREFILL_TOKENS = 64
 """From this many tokens on, uneven loads are measured beside even ones."""
@@ -150,7 +151,7 @@ def run(options: Options, emulate_nodes: int | None = None, say: Callable[[str],
             if tokens >= PREFILL_TOKENS:
                 loads["uneven"] = max(options.skew, UNEVEN_SKEW)
             for kind, skew in loads.items():
-                say(f"{shape.name}: {tokens} tokens, {kind} loads")
+                say(f"{shape.name}: {counted(tokens, 'token')}, {kind} loads")
                 rng = np.random.default_rng([options.seed, tokens])
                 inputs = [rng.standard_normal((tokens, shape.hidden), dtype=np.float32) for _ in range(2)]
                 calls = [routing.draw(rng, shape, tokens, skew) for _ in range(4 if tokens > 128 else 32)]

@@ -32,6 +32,7 @@ from ktc.perf.figures import Report, Row, machine, make_row
 from ktc.perf.interleave import Timing, interleave
 from ktc.perf.limits import DRAM_HUGE, Limits, Sampler, default_cpus
 from ktc.perf.shapes import ARITHMETIC, SCHEMES, MoeShape
+from ktc.progress import counted
 
 DEFAULT_TOKENS = (1, 2, 4, 8, 16, 128, 512, 1024)
 ERROR_TOKENS = 16
@@ -218,7 +219,7 @@ def measure_shape(
     errors = output_errors(shape, dense, contestants, options.seed)
     out = []
     for tokens in options.tokens:
-        say(f"{shape.name}: {tokens} tokens")
+        say(f"{shape.name}: {counted(tokens, 'token')}")
         rng = np.random.default_rng([options.seed, tokens])
         inputs = [rng.standard_normal((tokens, shape.hidden), dtype=np.float32) for _ in range(2)]
         calls = [routing.draw(rng, shape, tokens, options.skew) for _ in range(_CALLS if tokens <= 128 else 4)]

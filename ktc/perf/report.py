@@ -108,7 +108,10 @@ def _about(about: dict[str, Any]) -> str:
 
 
 def _short(value: Any) -> str:
-    return f"{value:.2g}" if isinstance(value, float) else str(value)
+    """Two digits, but never an exponent: a load of 370 is no 3.7e+02."""
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2g}"
+    return str(value)
 
 
 def _limits(limits: Limits) -> str:

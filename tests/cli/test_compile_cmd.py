@@ -23,7 +23,7 @@ def test_default_name_and_what_is_said(tiny_checkpoint, tmp_path: Path, monkeypa
     assert ktc("compile", "my model", "-r", "int8.yaml", "--no-kernels") == 0
     out, err = capsys.readouterr()
     name = "my-model-int8.ktc"
-    assert out.startswith(f"{name}: ") and "1 MoE layers in int8" in out
+    assert out.startswith(f"{name}: ") and "1 MoE layer in int8" in out
     assert "peak memory" in out and "GB/s" in out and " s in all\n" in out
     assert out.splitlines()[-1] == f'next: ktc run {name} -p "Once upon a time"'
     assert err == ""

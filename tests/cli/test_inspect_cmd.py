@@ -32,12 +32,14 @@ def test_everything_is_shown(with_kernels: Path, capsys: Capture) -> None:
         "model.layers.1.mlp ",
         "model.layers.{0-1}.self_attn.o_proj",
         "int4-g16c",
-        "1 MoE layers and logits",
+        "1 MoE layer and logits",
         "verdict: ",
         "kernels/portable/libktc_experts.so",
         "flags of portable: -std=c++17",
     ):
         assert text in out, text
+    rows = out.partition("kernels in the bundle\n")[2].partition("\nscratch")[0].splitlines()
+    assert len({min(row.find(w) for w in ("runs here", "not for this") if w in row) for row in rows}) == 1  # a column
 
 
 def test_m2_scratch_is_static_and_shown(with_kernels: Path, capsys: Capture) -> None:

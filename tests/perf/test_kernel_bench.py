@@ -67,6 +67,7 @@ def test_errors_are_those_of_the_formats(measured: Report) -> None:
 def test_table_csv_and_json_have_the_schema(measured: Report) -> None:
     text = report.render(measured, "md")
     assert "### 4x128x128:2" in text and "limits in this run: dram_huge" in text and "| ktc int4 " in text
+    assert report._short(368.4) == "368" and report._short(0.254) == "0.25"
     rows = list(csv.DictReader(io.StringIO(report.render(measured, "csv"))))
     assert len(rows) == 12 and set(rows[0]) == set(Row.__dataclass_fields__)
     data = json.loads(report.render(measured, "json"))

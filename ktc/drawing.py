@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktc.errors import DiskError, KtcError, UsageError
+from ktc.outputs import check_outputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,15 +23,14 @@ def check_picture(path: Path | None) -> None:
     Raises:
         KtcError: matplotlib is not installed.
         UsageError: the path ends in no format that it writes.
-        DiskError: there is no such folder.
+        DiskError: it cannot be written.
     """
     if path is None:
         return
     known = new_figure((1, 1)).canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in known:
         raise UsageError(f"{path}: no format for pictures is called {path.suffix or 'nothing'!r}", _ENDINGS)
-    if not path.parent.is_dir():
-        raise DiskError(f"the picture {path} cannot be written: there is no folder {path.parent}")
+    check_outputs(path)
 
 
 def new_figure(size: tuple[float, float], **options: Any) -> Figure:

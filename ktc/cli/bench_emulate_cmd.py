@@ -14,6 +14,7 @@ from ktc.cli.emulate_options import DEVICE_HELP
 from ktc.cli.engine_options import engine_options
 from ktc.drawing import check_picture
 from ktc.errors import UsageError
+from ktc.outputs import check_outputs
 from ktc.progress import set_verbosity
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ def command(
 
     set_verbosity(verbose)
     check_picture(sweep["plot"])
+    check_outputs(sweep["trace"], sweep["save_profile"])
     options = _options(sweep, seed)
     hardware = parse_device(f"{PREFIX}{profile}")
     if top_k > experts:
@@ -141,6 +143,7 @@ def bundle_command(bundle: Path, device: str, prompt: int, verbose: int, **optio
     sweep = {name: options.pop(name) for name in names}
     set_verbosity(verbose)
     check_picture(sweep["plot"])
+    check_outputs(sweep["trace"], sweep["save_profile"])
     asked = _options(sweep, 0, prompt)
     model = open_emulated(bundle, parse_device(device), context=prompt + asked.steps, **options)
     model.lane.retime(model.hardware, sweep["cached"])

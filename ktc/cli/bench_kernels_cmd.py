@@ -9,6 +9,7 @@ import click
 
 from ktc.drawing import check_picture
 from ktc.errors import UsageError
+from ktc.outputs import check_outputs
 from ktc.progress import set_verbosity, verbosity
 
 
@@ -67,6 +68,7 @@ def command(
     if emulate_nodes is not None and not breakdown:
         raise UsageError("--emulate-nodes is for --breakdown")
     check_picture(plot_path)
+    check_outputs(save_path)
     from ktc.perf import breakdown as steps
     from ktc.perf import kernel_bench, report
     from ktc.perf.shapes import parse_shape

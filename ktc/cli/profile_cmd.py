@@ -12,7 +12,8 @@ import click
 from ktc.cli.engine_options import engine_options
 from ktc.cli.eval_cmd import read_text
 from ktc.drawing import check_picture
-from ktc.errors import DiskError, UsageError
+from ktc.errors import UsageError
+from ktc.outputs import check_outputs
 
 
 @click.command("profile")
@@ -45,8 +46,7 @@ def command(
     A recipe with hot_experts and hot_profile puts the most used ones on a GPU: docs/recipes.md.
     """
     check_picture(plot_file)
-    if out is not None and not out.parent.is_dir():  # before the text is read by the model, not after
-        raise DiskError(f"{out} cannot be written: there is no folder {out.parent}")
+    check_outputs(out)
     text = read_text(text_file, limit)
 
     from ktc.eval import expert_use_report as report

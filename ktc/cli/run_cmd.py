@@ -22,6 +22,7 @@ from ktc.cli.eval_cmd import unreadable
 from ktc.cli.graph_options import graph_options, load_native, wants_graph
 from ktc.cuda.device import wants_cuda
 from ktc.errors import UsageError
+from ktc.outputs import check_outputs
 
 if TYPE_CHECKING:
     from ktc.engine.generate import TextGenerator
@@ -109,6 +110,7 @@ def command(
         raise click.UsageError("--json needs a prompt: -p, -f or stdin")
     if trace is not None and device is None:
         raise click.UsageError("--trace needs --device emulate:PROFILE")
+    check_outputs(trace)
     on_gpu = device is None and wants_cuda(bundle)
     if not on_gpu:
         refuse_attention(attention)

@@ -10,6 +10,7 @@ import click
 
 from ktc.drawing import check_picture
 from ktc.errors import UsageError
+from ktc.outputs import check_outputs
 from ktc.progress import set_verbosity, status
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def command(
     if deferred is not None and trace is None:
         raise click.UsageError("--deferred needs --trace FILE")
     check_picture(plot)
+    check_outputs(trace)
     if hardware is None:
         raise UsageError("--hardware is missing: the machine to predict for", f"profiles: {known_profiles()}")
     profile = load_profile(hardware)  # first: a typing mistake must not wait for torch

@@ -120,6 +120,12 @@ def test_wrong_usage_is_2(
         (("run", "no-such-bundle", "-p", "x"), 6),
         (("inspect", "no-such-bundle"), 6),
         (("verify", "no-such-bundle"), 6),
+        (("profile", "no-such-bundle", "--text", __file__, "-o", "no-folder/x.json"), 8),
+        (("run", "no-such-bundle", "-p", "x", "--device", "emulate:h200-spr", "--trace", "no-folder/x.json"), 8),
+        (("simulate", "x", "--trace", "no-folder/x.json"), 8),
+        ((*MINI, "--trace", "no-folder/x.json"), 8),
+        ((*MINI, "--save-profile", "no-folder/x.yaml"), 8),
+        (("bench", "kernels", "--save", "no-folder/x.json"), 8),
     ],
 )
 def test_what_is_missing_has_the_code_of_its_kind(arguments: tuple[str, ...], code: int) -> None:

@@ -1,7 +1,8 @@
 """`ktc compile`: named passes over one plan, from a checkpoint and a recipe to a bundle.
 
-Each pass takes the compilation and adds to it; whatever is refused is refused in the passes before
-`pack`, so before a byte of output. The work itself is in the packages named in each pass.
+Each pass takes the compilation and adds to it; whatever is refused is refused in the passes up to
+`build`, so before a byte of output, and before kernels are compiled unless it is the compiler that
+fails. The work itself is in the packages named in each pass.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import hashlib
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -168,44 +170,54 @@ def side_files(c: Compilation) -> None:
         )
 
 
+def claim(c: Compilation) -> None:
+    """Take the work directory (before the kernels: another compile of this output must not cost minutes)."""
+    c.journal = Journal(c.target, _key(c), restart=c.force, say=c.say)
+    with _giving_up(c):
+        emit.check_output(c.target, c.force)  # another compile may have made it just before the lock was free
+
+
 def build(c: Compilation) -> None:
     """Generate and compile the kernel libraries (before packing: a broken compiler must not cost an hour)."""
     if c.variants is not None and not c.variants:
         return
     from ktc.bundle.kernels import build_kernels
 
-    try:
-        c.kernels = build_kernels(c.plan, c.variants, c.say)
-    except BuildError as error:
-        elsewhere = "or --no-kernels: they are then built where the bundle runs"
-        raise BuildError(error.message, f"{error.hint}; {elsewhere}" if error.hint else elsewhere) from error
+    with _giving_up(c):
+        try:
+            c.kernels = build_kernels(c.plan, c.variants, c.say)
+        except BuildError as error:
+            elsewhere = "or --no-kernels: they are then built where the bundle runs"
+            raise BuildError(error.message, f"{error.hint}; {elsewhere}" if error.hint else elsewhere) from error
 
 
 def pack(c: Compilation) -> None:
     """Quantise, pack and write every shard that an earlier, interrupted run did not finish."""
-    c.journal = Journal(c.target, _key(c), restart=c.force, say=c.say)
     tasks, done = c.tasks, c.journal.finished
     left = [task for task in tasks if any(file not in done for file in task.files)]
     if c.journal.resumed:
         c.say(f"continuing {c.journal.root}: {len(tasks) - len(left)} of {len(tasks)} shard sets are done")
     total, todo = sum(t.nbytes for t in tasks), sum(t.nbytes for t in left)
     started = time.monotonic()
-    try:
-        emit.check_output(c.target, c.force)  # another compile may have made it just before the lock was free
+    with _giving_up(c):
         pipeline.check_space(c.target, sum(t.size for t in left) + _kernel_bytes(c) + SPARE_BYTES)
         with Progress("pack", total, "B", done=total - todo) as progress:
             pipeline.run_tasks(c.journal, left, progress, c.jobs or pipeline.default_jobs())
-    except BaseException:
-        c.journal.give_up()
-        raise
     c.packed_bytes, c.packed_seconds = todo, time.monotonic() - started
 
 
 def emit_bundle(c: Compilation) -> None:
     """Side files, kernels, goldens and the manifest, last; then the one rename that makes it a bundle."""
-    try:
+    with _giving_up(c):
         _write_rest(c)
         emit.publish(c.journal, c.target, c.force)
+
+
+@contextmanager
+def _giving_up(c: Compilation) -> Iterator[None]:
+    """Whatever fails, the work directory is left fit for the next run, or removed."""
+    try:
+        yield
     except BaseException:
         c.journal.give_up()
         raise
@@ -218,6 +230,7 @@ PASSES: tuple[Callable[[Compilation], None], ...] = (
     audit,
     layout,
     side_files,
+    claim,
     build,
     pack,
     emit_bundle,

@@ -74,19 +74,19 @@ def repack(
     emit.check_output(out, force)
     plan = replan(bundle.plan, nodes)
     parts = plan_parts(plan)
-    kernels = None
     if variants is None:
         variants = [k["variant"] for k in bundle.manifest["kernels"]]
-    if variants:
-        from ktc.bundle.kernels import build_kernels
-
-        kernels = build_kernels(plan, variants)
     layouts = _device_layouts(bundle)
     tasks = [_device_task(bundle, file, layout) for file, layout in layouts.items()]
     tasks += [_expert_task(bundle, part) for part in parts]
     key = {"bundle": hashlib.sha256(manifest.canonical(bundle.manifest)).hexdigest(), "nodes": nodes}
     with Journal(out, key, restart=force, say=say) as journal:
         try:
+            kernels = None
+            if variants:
+                from ktc.bundle.kernels import build_kernels
+
+                kernels = build_kernels(plan, variants, say)
             left = [task for task in tasks if any(file not in journal.finished for file in task.files)]
             pipeline.check_space(out, sum(task.size for task in left))
             total, todo = sum(task.nbytes for task in tasks), sum(task.nbytes for task in left)

@@ -82,7 +82,7 @@ class Journal:
 
     def _open(self, restart: bool) -> None:
         lines = self._read()
-        if lines:
+        if len(lines) > 1:  # without a finished shard (killed while kernels were built) there is nothing to lose
             differs = _differences(lines[0].get("key", {}), self._key)
             if differs and not restart:
                 raise UsageError(

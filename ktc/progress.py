@@ -24,6 +24,7 @@ _REPORT_SECONDS = 2.0
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 _verbosity = 0
+_announcing = False
 
 
 def set_verbosity(count: int) -> None:
@@ -37,6 +38,19 @@ def verbosity() -> int:
     text = os.environ.get("KTC_DEBUG", "").strip()
     env = int(text) if text.isdigit() else int(bool(text))
     return max(_verbosity, env)
+
+
+def announce(text: str) -> None:
+    """One line on stderr about work that takes long, on a terminal or not; said by commands only, not by the API."""
+    if _announcing:
+        clear = "\r\x1b[K" if sys.stderr.isatty() else ""  # a bar or a status of ours may be on this line
+        print(f"{clear}ktc: {text}", file=sys.stderr, flush=True)
+
+
+def set_announcing(on: bool = True) -> None:
+    """For the command line: let `announce` speak."""
+    global _announcing
+    _announcing = on
 
 
 def format_bytes(count: float) -> str:

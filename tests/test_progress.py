@@ -171,3 +171,14 @@ def test_status_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_is_singular() -> None:
     assert counted(1, "token") == "1 token" and counted(0, "node") == "0 nodes" and counted(2, "node") == "2 nodes"
+
+
+def test_announcements_are_for_commands_and_have_their_own_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, expected in ((io.StringIO(), "ktc: slow\n"), (Terminal(), "\r\x1b[Kktc: slow\n")):
+        monkeypatch.setattr("sys.stderr", stream)
+        monkeypatch.setattr(progress, "_announcing", False)
+        progress.announce("slow")
+        assert stream.getvalue() == ""
+        progress.set_announcing()
+        progress.announce("slow")
+        assert stream.getvalue() == expected

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ktc.bundle.emit import Emitter
 from ktc.codegen import cache
-from ktc.codegen.build import LIBRARY, BuiltLib, build_variants, make_job, try_cached
+from ktc.codegen.build import LIBRARY, BuiltLib, build_and_say
 from ktc.codegen.paths import data_dir, header_files
 from ktc.codegen.spec import specs_for
 from ktc.codegen.variants import VARIANTS, runnable
@@ -19,7 +18,6 @@ from ktc.errors import BuildError
 from ktc.host import this_host
 from ktc.layout import ABI_VERSION, LAYOUT_VERSION
 from ktc.plan.ir import Plan
-from ktc.progress import Progress, format_seconds
 
 
 @dataclass(frozen=True)
@@ -88,16 +86,5 @@ def build_kernels(plan: Plan, variants: Sequence[str] | None, say: Callable[[str
     """
     names = [name for name, v in VARIANTS.items() if (v.automatic if variants is None else name in variants)]
     specs = specs_for(plan)
-    missing = [name for name in names if try_cached(make_job(specs, name)) is None]
-    if missing:
-        say(f"building kernels: {', '.join(missing)} (this can take minutes)")
-    began = time.monotonic()
-    with Progress("kernels", len(names), "libraries", report=False) as progress:
-
-        def tell(variant: str, event: str) -> None:
-            progress.update(0 if event == "building" else 1, f"{variant} {event}")
-
-        built = build_variants(specs, names, tell)
-    if missing:
-        say(f"kernels built in {format_seconds(time.monotonic() - began)}")
+    built = build_and_say(specs, names, say)
     return KernelSet({name: built[name] for name in names})

@@ -117,12 +117,10 @@ def _shipped(bundle: Bundle, variant: str, host: Host) -> dict[str, Any] | None:
 
 
 def _build(bundle: Bundle, variant: str) -> Path:
-    from ktc.codegen.build import build_variants
+    from ktc.codegen.build import build_and_say
     from ktc.codegen.spec import specs_for
-    from ktc.progress import status
 
-    with status(f"building {variant} kernels"):
-        return build_variants(specs_for(bundle.plan), [variant])[variant].path
+    return build_and_say(specs_for(bundle.plan), [variant])[variant].path
 
 
 def private_copy(bundle: Bundle, kernel: dict[str, Any]) -> Path:

@@ -19,7 +19,7 @@ import click
 
 import ktc
 from ktc.errors import KtcError
-from ktc.progress import verbosity
+from ktc.progress import set_announcing, verbosity
 
 # name -> (where the click command is, one line for `ktc --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -116,6 +116,7 @@ def _run(args: list[str]) -> int:
             from click.shell_completion import shell_complete
 
             return shell_complete(cli, {}, "ktc", "_KTC_COMPLETE", instruction)
+        set_announcing()
         with cli.make_context("ktc", list(args)) as ctx:
             result = cli.invoke(ctx)
         return result if isinstance(result, int) else 0

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from ktc.codegen.spec import KernelSpecs
 from ktc.codegen.variants import VARIANTS, Variant
 from ktc.errors import BuildError, DiskError
 from ktc.layout import ABI_VERSION, LAYOUT_VERSION
+from ktc.progress import Progress, announce, format_seconds
 
 LIBRARY = "libktc_experts.so"
 QUERY_SYMBOL = "ktc_kernel_query"
@@ -196,6 +198,35 @@ def build_variants(
     finally:
         pool.shutdown()
     return {job.variant.name: f.result() for job, f in zip(todo, futures, strict=True)}
+
+
+def build_and_say(
+    specs: KernelSpecs, variants: Iterable[str], say: Callable[[str], None] = announce
+) -> dict[str, BuiltLib]:
+    """`build_variants`, for somebody who waits: with a bar if there are several.
+
+    Args:
+        say: told when compilers start and when they are done, which takes minutes; nothing if all are in the cache.
+    Raises:
+        BuildError: as `build_variants`.
+    """
+    names = list(dict.fromkeys(variants))
+    missing = [name for name in names if try_cached(make_job(specs, name)) is None]
+    if not missing:
+        return build_variants(specs, names)
+    say(f"building kernels: {', '.join(missing)} (once; this can take minutes)")
+    began = time.monotonic()
+    if len(names) == 1:
+        built = build_variants(specs, names)
+    else:
+        with Progress("kernels", len(names), "libraries", report=False) as progress:
+
+            def tell(variant: str, event: str) -> None:
+                progress.update(0 if event == "building" else 1, f"{variant} {event}")
+
+            built = build_variants(specs, names, tell)
+    say(f"kernels built in {format_seconds(time.monotonic() - began)}")
+    return built
 
 
 def _lib(job: Job, sha256: str, glibc_max: str) -> BuiltLib:

@@ -167,7 +167,9 @@ def build_stack(options: StackOptions) -> tuple[GraphExecutor, Plan]:
             f"the experts take {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB of memory are free",
             "give fewer --layers or --experts",
         )
+    from ktc.codegen.spec import specs_for
     from ktc.engine import pool as pools
+    from ktc.engine.opening import open_library
     from ktc.graph.inventory import Inventory
     from ktc.graph.lower import lower
     from ktc.models.registry import hf_config
@@ -178,14 +180,10 @@ def build_stack(options: StackOptions) -> tuple[GraphExecutor, Plan]:
         values = config(options)
         plan = build_plan(values, parse_recipe(recipe_text(options.data_type), "<emulate>"))
         program = lower(hf_config(values), Inventory.from_plan(plan))
-    with status("building the kernels"):
-        from ktc.codegen.spec import specs_for
-        from ktc.engine.opening import open_library
-
-        if options.library is None:
-            lib = kernel_library(specs_for(plan), options.variant)
-        else:
-            lib = open_library(options.library, own=True)
+    if options.library is None:
+        lib = kernel_library(specs_for(plan), options.variant)
+    else:
+        lib = open_library(options.library, own=True)
     placement = pools.place(_runtime.numa_nodes(), 1, options.threads)
     pool = pools.get_pool(placement, caller_works=False)
     with status("packing random experts"):

@@ -137,7 +137,7 @@ def kernel_library(specs: KernelSpecs, variant: str | None = None) -> Any:
     Raises:
         BuildError: unknown variant, or it cannot be built or loaded here.
     """
-    from ktc.codegen.build import build_variants
+    from ktc.codegen.build import build_and_say
     from ktc.codegen.variants import VARIANTS, runnable
     from ktc.engine.opening import open_library
     from ktc.errors import BuildError
@@ -147,7 +147,7 @@ def kernel_library(specs: KernelSpecs, variant: str | None = None) -> Any:
     name = variant or runnable(features)[0]
     if name in VARIANTS and (missing := set(VARIANTS[name].required_features) - features):
         raise BuildError(f"variant {name} needs {', '.join(sorted(missing))}, which this machine does not offer")
-    built = build_variants(specs, [name])[name]
+    built = build_and_say(specs, [name])[name]
     return open_library(built.path)
 
 

@@ -136,10 +136,29 @@ def test_building_kernels_is_said_when_it_begins_and_ends(
     capsys.readouterr()
     assert ktc("compile", source, "-o", tmp_path / "x.ktc", *options) == 0
     begun, ended = capsys.readouterr().err.splitlines()
-    assert begun == "ktc: building kernels: portable (this can take minutes)"
+    assert begun == "ktc: building kernels: portable (once; this can take minutes)"
     assert ended.startswith("ktc: kernels built in ")
     assert ktc("compile", source, "-o", tmp_path / "y.ktc", *options) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_other_commands_say_it_too(compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    bundle = compiled("deepseek_v3", tokenizer="byte")
+    small = ("bench", "kernels", "--shape", "4x128x128:2", "--tokens", 1, "--format", "int8", "--peers", "none")
+    for number, command in enumerate(
+        (
+            ("run", bundle, "-p", "x", "--max-tokens", 1, "--variant", "portable"),
+            ("repack", bundle, "-n", 1, "-o", tmp_path / "1.ktc", "--variants", "portable", "--force"),
+            (*small, "--seconds", 0, "--variant", "portable"),
+        )
+    ):
+        monkeypatch.setenv("KTC_CACHE_DIR", str(tmp_path / f"cache{number}"))
+        for built in (True, False):
+            capsys.readouterr()
+            assert ktc(*command) == 0
+            said = capsys.readouterr().err
+            assert said.count("ktc: building kernels: portable (once") == built, command
+            assert said.count("ktc: kernels built in ") == built, command
 
 
 def test_a_built_variant_is_in_the_bundle(with_kernels: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 import ktc
 from ktc.codegen import build as build_module
 from ktc.codegen import cache, paths
-from ktc.codegen.build import build, build_variants, check, make_job, try_cached
+from ktc.codegen.build import build, build_and_say, build_variants, check, make_job, try_cached
 from ktc.codegen.compiler import Compiler, Compilers
 from ktc.codegen.spec import KernelSpec, KernelSpecs
 from ktc.errors import BuildError, DiskError
@@ -262,3 +262,14 @@ def test_a_damaged_trust_store_is_said(cache_dir: Path) -> None:
     with pytest.raises(BuildError, match="trust store") as caught:
         cache.built_here(lib.sha256)
     assert "delete it" in str(caught.value.hint)
+
+
+def test_building_is_said_and_the_cache_is_not(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    assert build_and_say(SPECS, ["portable"], said.append)["portable"].path.is_file()
+    begun, ended = said
+    assert begun == "building kernels: portable (once; this can take minutes)" and ended.startswith("kernels built in ")
+    build_and_say(SPECS, ["portable", "emulated", "portable"], said.append)
+    assert said[2] == "building kernels: emulated (once; this can take minutes)" and len(said) == 4
+    build_and_say(SPECS, ["portable", "emulated"], said.append)
+    assert len(said) == 4 and capsys.readouterr() == ("", "")

@@ -185,7 +185,7 @@ def test_unsupported_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(families.SKELETONS, "mixtral")  # as a family that is added without one
     with pytest.raises(UnsupportedModelError, match="no native decode graph") as raised:
         lower(tiny_config("mixtral"), Inventory({}, {}, {}, {}))
-    assert "--graph off" in str(raised.value)
+    assert "`ktc run --graph off`" in str(raised.value)
 
 
 def test_profile_counts_every_operator() -> None:

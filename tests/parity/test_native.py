@@ -155,7 +155,7 @@ def test_inspect_prints_the_graph(bundle: Callable[..., Path]) -> None:
     assert (
         "graph of deepseek_v3" in result.output
         and "tiles=" in result.output
-        and "steps of up to 1 tokens" in result.output
+        and "steps of up to 1 token" in result.output
     )
     result = CliRunner().invoke(
         command, [str(bundle("deepseek_v3", "int4")), "--graph", "--json"], standalone_mode=False

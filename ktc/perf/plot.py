@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ktc.drawing import new_figure, write_figure
 
@@ -38,8 +38,19 @@ def plot(report: Report, path: Path) -> None:
         floor_axis.set(title="multiple of the floor", xscale="log", yscale="log", xlabel="tokens", ylabel="x floor")
         for axis in (time_axis, floor_axis):
             axis.set_xscale("log", base=2)
+            _plain_numbers(axis, sorted({row.tokens for row in rows}))
             axis.grid(True, which="both", alpha=0.25)
         time_axis.legend(fontsize=8)
     about = report.about
     figure.suptitle(f"{about.get('cpu', '')}, {about.get('threads', '?')} threads, {about.get('variant', 'no ktc')}")
     write_figure(figure, path)
+
+
+def _plain_numbers(axis: Any, tokens: list[int]) -> None:
+    """Ticks as people write numbers, not as powers: the measured token counts, and 1, 2, 5, 10, ... upwards."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_xticks(tokens, [str(count) for count in tokens])
+    axis.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())

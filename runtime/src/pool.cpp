@@ -13,6 +13,8 @@ namespace ktc {
 namespace {
 
 constexpr int64_t kSpinNs = 30000;
+// Some microseconds: threads that have just done a job let go of it soon, and a new job would allocate.
+constexpr int kAcquireTries = 100;
 
 std::atomic<unsigned> g_fork_generation{0};
 void watch_forks() {
@@ -114,16 +116,22 @@ void Pool::check_not_forked() const {
 
 Job* Pool::acquire() {
   check_not_forked();
-  for (Job* job = newest_.load(std::memory_order_acquire); job != nullptr; job = job->older_) {
-    if (job->in_use_.load(std::memory_order_relaxed) ||
-        job->in_use_.exchange(true, std::memory_order_acq_rel))
-      continue;
-    bool touched = false;
-    for (const std::unique_ptr<Slot>& slot : slots_)
-      touched = touched || slot->hazard.load(std::memory_order_seq_cst) == job ||
-                slot->ahead.load(std::memory_order_seq_cst) == job;
-    if (!touched) return job;
-    release(job);
+  bool held = true;  // a free job was passed over because a thread still points to it
+  for (int tries = 0; held && tries < kAcquireTries; ++tries) {
+    held = false;
+    for (Job* job = newest_.load(std::memory_order_acquire); job != nullptr; job = job->older_) {
+      if (job->in_use_.load(std::memory_order_relaxed) ||
+          job->in_use_.exchange(true, std::memory_order_acq_rel))
+        continue;
+      bool touched = false;
+      for (const std::unique_ptr<Slot>& slot : slots_)
+        touched = touched || slot->hazard.load(std::memory_order_seq_cst) == job ||
+                  slot->ahead.load(std::memory_order_seq_cst) == job;
+      if (!touched) return job;
+      release(job);
+      held = true;
+    }
+    if (held) __builtin_ia32_pause();
   }
   Job* const job = new Job(nodes());
   job->in_use_.store(true, std::memory_order_relaxed);

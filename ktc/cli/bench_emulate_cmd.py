@@ -31,7 +31,9 @@ def sweep_options(function: F, steps: int) -> F:
             click.option("--deferred", "-K", help="Measure these K only (0 always), such as 2,3.  [default: all]"),
             click.option("--steps", type=click.IntRange(min=1), default=steps, show_default=True, help="Decode steps."),
             click.option(
-                "--repeats", type=click.IntRange(min=1), default=5, show_default=True, help="Replays of each step."
+                "--repeats",
+                type=click.IntRange(min=1),
+                help="Replays of each step.  [default: 5 to 15, as many as take 20 s]",
             ),
             click.option(
                 "--shares",

@@ -141,8 +141,9 @@ class EmulatedLane:
         )
 
     def time_jobs(self, number: int, deferred: int) -> NDArray[np.float64]:
-        """Seconds of the experts of each MoE block of a recorded step, with no device beside them: as one job, or as
-        two back to back, of which the second has the `deferred` lowest-weighted ones (the last block: none).
+        """Seconds of the experts of each MoE block of a recorded step on a pool that never runs out of jobs, with no
+        device beside them: as one job, or as two, of which the second has the `deferred` lowest-weighted ones (the last
+        block: none). A block is timed from the end of the one before, the first from its first task.
 
         Raises:
             KtcError: fewer than two experts would stay immediate.

@@ -20,11 +20,12 @@ LANES = [DEVICE, LINK, HOST, CPU]
 def device_line(sweep: Sweep) -> str:
     """What was emulated, and what was real."""
     scaled = f", its times multiplied by {sweep.factor:.3g}" if sweep.factor != 1 else ""
-    job = sweep.hardware.cpu.job * 1e6
+    cpu = sweep.hardware.cpu
     return (
         f"device: {sweep.hardware.device.name}, emulated{scaled};"
         f" experts: {sweep.threads} thread{'s' * (sweep.threads != 1)},"
-        f" {sweep.expert_seconds * 1e3:.3f} ms a layer at K = 0, a second job {job:.0f} us more"
+        f" {sweep.expert_seconds * 1e3:.3f} ms a layer at K = 0,"
+        f" {cpu.start * 1e6:.0f} us less behind another job, a second job {cpu.job * 1e6:.0f} us more"
     )
 
 
@@ -56,7 +57,7 @@ def render(sweep: Sweep, title: str) -> str:
         "",
         f"  * fastest. Gain over K = 0: {tokens:+.1%} tokens/s measured, {tokens_simulated:+.1%} simulated;"
         f" in mid-model {layers:+.1%} and {layers_simulated:+.1%} layers/s",
-        "  simulated: knows the measured K = 0 and what a second job costs, which was measured without a timeline",
+        "  simulated: knows the measured K = 0, and what jobs cost, which was measured without a timeline",
         "  CPU: the expert pool has a job; cores: its threads are inside tasks. device, both, idle as in ktc simulate",
         f"  submit callbacks late by {sweep.late[0] * 1e6:.0f} us (median), {sweep.late[1] * 1e6:.0f} us (95%);"
         f" the lane takes {sweep.lane * 1e6:.0f} us of a CPU a layer"
@@ -86,6 +87,7 @@ def to_json(sweep: Sweep, title: str) -> dict[str, Any]:
         "device_factor": sweep.factor,
         "expert_seconds": sweep.expert_seconds,
         "job_seconds": sweep.hardware.cpu.job,
+        "start_seconds": sweep.hardware.cpu.start,
         "submit_seconds": sweep.hardware.host.submit,
         "sync_seconds": sweep.hardware.host.sync,
         "threads": sweep.threads,

@@ -51,20 +51,30 @@ def slower_device(hardware: Hardware, factor: float) -> Hardware:
 
 
 def as_measured(
-    hardware: Hardware, plan: Plan, layer_seconds: float, submit: float, sync: float, job: float = 0.0, cores: int = 1
+    hardware: Hardware,
+    plan: Plan,
+    layer_seconds: float,
+    submit: float,
+    sync: float,
+    job: float = 0.0,
+    start: float = 0.0,
+    cores: int = 1,
 ) -> Hardware:
     """The emulated machine as a profile: `hardware`'s device, and measured experts and callbacks.
 
     Args:
-        layer_seconds: of all routed experts of one layer, one token, in one job; every layer takes as long as its
-            bytes ask.
-        job: seconds of it that are the job's own, which a second one adds. Experts take a tenth at the least.
+        layer_seconds: of all routed experts of one layer, one token, in one job that finds the pool idle; every layer
+            takes as long as its bytes ask.
+        job: seconds of it that are the job's own, which a second one adds; start: those that a job behind another
+            does without. Experts take a tenth at the least.
         cores: those that the experts ran on here.
     """
-    job = min(job, 0.9 * layer_seconds)
+    most = 0.9 * layer_seconds
+    job = min(job, most)
+    start = min(start, most - job)
     moe = next(m.moe for m in plan.moe_modules() if m.moe)
     nbytes = sum(moe.node_bytes(n) for n in range(len(moe.splits))) * moe.top_k / moe.experts
-    rate = nbytes / (layer_seconds - job)
+    rate = nbytes / (layer_seconds - job - start)
     cpu = Cpu(
         sockets=1,
         cores=cores,
@@ -74,6 +84,7 @@ def as_measured(
         amx_min_tokens=hardware.cpu.amx_min_tokens,
         kernels={MEASURED: Kernels(1.0, 1.0)},
         job=job,
+        start=start,
     )
     return replace(hardware, name=f"{hardware.name}, {MEASURED}", cpu=cpu, host=Host(submit, sync))
 
@@ -96,6 +107,7 @@ def profile_yaml(hardware: Hardware, remarks: Sequence[str] = ()) -> str:
             "peak_tflops": {unit: value / 1e12 for unit, value in cpu.peak.items()},
             "amx_min_tokens": cpu.amx_min_tokens,
             "job_us": cpu.job * 1e6,
+            "start_us": cpu.start * 1e6,
             "kernels": {
                 name: {"dram_fraction": k.dram_fraction, "compute_fraction": k.compute_fraction}
                 for name, k in cpu.kernels.items()

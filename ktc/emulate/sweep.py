@@ -1,10 +1,8 @@
 """Measure decode for K = 0.. on the emulated lane, and ask `ktc simulate` about the same machine.
 
-First every K records the same real steps (same prompt, same tokens), then all K are replayed in turns: what the rest
-of the machine does meanwhile falls on all of them alike. The time of a layer of a step is the median over its
-replays, so that an interruption of one replay is not taken for the layer's own; times of steps are sums of these.
-What a second job costs is measured last, apart from every timeline (jobs.py): of the replays, the simulation knows
-those of K = 0 only.
+First every K records the same real steps (same prompt, same tokens), then all K are replayed in turns (turns.py). The
+time of a layer of a step is the median over its replays, so that an interruption of one replay is not taken for the
+layer's own; times of steps are sums of these. Of the replays, the simulation knows those of K = 0 only.
 """
 
 from __future__ import annotations
@@ -16,11 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ktc.emulate.jobs import second_job_seconds
 from ktc.emulate.lane import EmulatedLane, Replay
 from ktc.emulate.scaling import as_measured, slower_device
+from ktc.emulate.turns import Turns, contestants, replay_steps, take_turns
 from ktc.errors import UsageError
 from ktc.host import physical_cores
 from ktc.progress import Progress, status
@@ -29,7 +26,13 @@ from ktc.simulate.hardware import Hardware
 from ktc.simulate.metrics import Use
 from ktc.simulate.sweep import Row, decode_row
 
-_CALIBRATIONS, _TURNS = 2, 3
+_TURNS, _CALIBRATIONS = 3, 8
+"""Turns of K = 0 for one calibration, and at most so many calibrations until two agree."""
+_AGREE, _KEPT = 0.02, 0.05
+"""Relative: when two calibrations agree, and how far the shares of K = 0 may be off after all turns."""
+_ATTEMPTS = 3
+_FEWEST, _MOST, _SECONDS = 5, 15, 20.0
+"""Repeats unless asked otherwise."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,15 @@ class SweepOptions:
     """
     Attributes:
         deferred: the K to measure; None = all that leave two experts immediate. 0 is always among them.
-        steps: decode steps that are recorded and replayed; repeats: replays of each.
+        steps: decode steps that are recorded and replayed.
+        repeats: replays of each; None = 5 to 15, as many as take about 20 s.
         shares: scale the device so that expert time : device time is this at K = 0; None = as the profile says.
         prompt: random tokens before the first step.
     """
 
     deferred: Sequence[int] | None = None
     steps: int = 6
-    repeats: int = 5
+    repeats: int | None = None
     shares: tuple[float, float] | None = None
     prompt: int = 8
     seed: int = 0
@@ -116,30 +120,37 @@ def run(lane: EmulatedLane, options: SweepOptions) -> Sweep:
     ks = _ks(lane, options)
     records = _record(lane, options, ks)
     profile, factor = lane.hardware, 1.0
-    if options.shares is not None:
-        for _ in range(_CALIBRATIONS):
-            cpu, device = options.shares
-            seconds = _middle([[lane.replay(n) for n in records[0]] for _ in range(_TURNS)], lambda r: r.experts)
-            factor *= seconds * device / cpu / lane.script.device_seconds
+    repeats = options.repeats or _repeats(lane, records)
+    if options.shares is None:
+        turns = _take_turns(lane, records, repeats)
+    else:
+        wanted = options.shares[1] / options.shares[0]
+        factor = _calibrate(lane, profile, records[0], wanted)
+        for attempt in range(_ATTEMPTS):
+            turns = _take_turns(lane, records, repeats)
+            off = _correction(lane, turns, wanted)
+            if abs(off - 1) <= _KEPT or attempt == _ATTEMPTS - 1:
+                break
+            factor *= off  # the machine has changed since the calibration
             lane.retime(slower_device(profile, factor))
-    replays: dict[int, list[list[Replay]]] = {k: [] for k in ks}  # [turn][step]
-    with Progress("emulate", options.repeats * len(ks) * options.steps, "steps") as progress:
-        for turn in range(options.repeats):
-            for k in ks if turn % 2 == 0 else reversed(ks):
-                replays[k].append([lane.replay(number) for number in records[k]])
-                progress.update(len(records[k]))
-    with status("a second expert job"):
-        job = second_job_seconds(lane, records[0])
     lane.forget()
-    base = replays[ks[0]]
-    seconds = _middle(base, lambda r: r.experts)
-    everything = [r for turns in replays.values() for turn in turns for r in turn]
-    late = np.concatenate([r.late for r in everything])
-    submit, sync = _middle(base, lambda r: r.submit), _middle(base, lambda r: r.sync)
-    hardware = as_measured(lane.hardware, lane.plan, seconds, submit, sync, job, _cores(lane.graph.pool.threads))
+    seconds = turns.middle(0, lambda r: r.experts)
+    submit, sync = turns.middle(0, lambda r: r.submit), turns.middle(0, lambda r: r.sync)
+    hardware = as_measured(
+        lane.hardware,
+        lane.plan,
+        seconds,
+        submit,
+        sync,
+        job=turns.second_job,
+        start=turns.start,
+        cores=_cores(lane.graph.pool.threads),
+    )
     costs = decode_costs(lane.plan, hardware, context=lane.context, numa="single")
+    everything = turns.all()
+    late = np.concatenate([r.late for r in everything])
     return Sweep(
-        measured=tuple(_summary(k, replays[k]) for k in ks),
+        measured=tuple(_summary(k, turns) for k in ks),
         simulated=tuple(decode_row(costs, k) for k in ks),
         hardware=hardware,
         factor=factor,
@@ -148,10 +159,38 @@ def run(lane: EmulatedLane, options: SweepOptions) -> Sweep:
         lane=statistics.median(r.lane for r in everything) / len(lane.script.blocks),
         realtime=all(r.realtime for r in everything),
         steps=options.steps,
-        repeats=options.repeats,
+        repeats=repeats,
         context=lane.context,
         threads=lane.graph.pool.threads,
     )
+
+
+def _calibrate(lane: EmulatedLane, profile: Hardware, records: Sequence[int], wanted: float) -> float:
+    """The factor on the device's times that makes its share of K = 0 `wanted` times the experts'; it is set."""
+    factor = 1.0
+    with status("the device's share"):
+        for _ in range(_CALIBRATIONS):
+            off = _correction(lane, replay_steps(lane, records, _TURNS), wanted)
+            factor *= off
+            lane.retime(slower_device(profile, factor))
+            if abs(off - 1) <= _AGREE:
+                break
+    return factor
+
+
+def _correction(lane: EmulatedLane, turns: Turns, wanted: float) -> float:
+    """What the device's times must be multiplied with."""
+    return turns.middle(0, lambda r: r.experts) * wanted / lane.script.device_seconds
+
+
+def _repeats(lane: EmulatedLane, records: dict[int, list[int]]) -> int:
+    turn = contestants(lane, records) * sum(lane.replay(number).row.token_seconds for number in records[0])
+    return max(_FEWEST, min(_MOST, int(_SECONDS / turn)))
+
+
+def _take_turns(lane: EmulatedLane, records: dict[int, list[int]], repeats: int) -> Turns:
+    with Progress("emulate", repeats * contestants(lane, records) * len(records[0]), "steps") as progress:
+        return take_turns(lane, records, repeats, lambda: progress.update(1))
 
 
 def _cores(threads: int) -> int:
@@ -173,7 +212,7 @@ def _ks(lane: EmulatedLane, options: SweepOptions) -> list[int]:
 def _record(lane: EmulatedLane, options: SweepOptions, ks: Sequence[int]) -> dict[int, list[int]]:
     """K -> numbers of its records."""
     graph = lane.graph
-    if options.steps < 1 or options.repeats < 1 or options.prompt < 1:
+    if options.steps < 1 or options.prompt < 1 or (options.repeats is not None and options.repeats < 1):
         raise UsageError("steps, repeats and prompt must be at least 1")
     if options.prompt + options.steps > graph.context:
         raise UsageError(f"{options.prompt} + {options.steps} tokens do not fit caches of {graph.context} positions")
@@ -188,20 +227,8 @@ def _record(lane: EmulatedLane, options: SweepOptions, ks: Sequence[int]) -> dic
     return records
 
 
-def _medians(turns: Sequence[Sequence[Replay]], of: Callable[[Replay], NDArray[np.float64]]) -> NDArray[np.float64]:
-    """[step, block]: the median over the turns."""
-    found: NDArray[np.float64] = np.median([[of(r) for r in turn] for turn in turns], axis=0)
-    return found
-
-
-def _middle(turns: Sequence[Sequence[Replay]], of: Callable[[Replay], NDArray[np.float64]]) -> float:
-    """Mean over steps and over the blocks of a step's middle, which `steady_window` spans too."""
-    values = _medians(turns, of)
-    return float((values[:, 1:-1] if values.shape[1] > 2 else values).mean())
-
-
-def _summary(k: int, turns: Sequence[Sequence[Replay]]) -> Measured:
-    replays = [r for turn in turns for r in turn]
+def _summary(k: int, turns: Turns) -> Measured:
+    replays = [r for turn in turns.replays[k] for r in turn]
 
     def median(of: Callable[[Replay], float]) -> float:
         return statistics.median(of(r) for r in replays)
@@ -209,8 +236,8 @@ def _summary(k: int, turns: Sequence[Sequence[Replay]]) -> Measured:
     order = sorted(replays, key=lambda r: r.row.token_seconds)
     return Measured(
         deferred=k,
-        layer_seconds=_middle(turns, lambda r: r.blocks),
-        token_seconds=float(_medians(turns, lambda r: r.blocks).sum(axis=1).mean()),
+        layer_seconds=turns.middle(k, lambda r: r.blocks),
+        token_seconds=float(turns.medians(k, lambda r: r.blocks).sum(axis=1).mean()),
         layer=Use(
             median(lambda r: r.row.layer.cpu),
             median(lambda r: r.row.layer.device),

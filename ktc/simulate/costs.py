@@ -51,7 +51,8 @@ class Costs:
         head: seconds of the final norm and lm_head on the device.
         copy: seconds of one copy of the MoE input (or output) over the link, latency included.
         submit, sync: of the host's callbacks.
-        job: seconds that one expert job takes on every socket, whatever it reads.
+        job: seconds that one expert job takes on every socket, whatever it reads; start: more, where the
+            socket stood idle before.
         shared_lane: the device is the expert pool itself, so nothing overlaps.
     """
 
@@ -63,6 +64,7 @@ class Costs:
     sync: float
     shared_lane: bool
     job: float = 0.0
+    start: float = 0.0
 
     @property
     def sockets(self) -> int:
@@ -112,6 +114,7 @@ def _costs(plan: Plan, hardware: Hardware, *, tokens: int, context: float, numa:
         sync=hardware.host.sync if cuda else 0.0,
         shared_lane=not cuda,
         job=hardware.cpu.job,
+        start=hardware.cpu.start,
     )
 
 

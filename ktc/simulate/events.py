@@ -20,6 +20,7 @@ class Task:
         seconds: its own time.
         after: indices of tasks that must have ended before it may start.
         awaits: indices of tasks that it waits for *while it holds its lane*; its own time follows them.
+        start: seconds of its own more if the lane stood idle before it.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Task:
     seconds: float
     after: tuple[int, ...] = ()
     awaits: tuple[int, ...] = ()
+    start: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ def run(tasks: Sequence[Task]) -> list[Slice]:
     end: list[float | None] = [None] * count
     waiting: dict[str, list[tuple[float, int]]] = {task.lane: [] for task in tasks}
     holder: dict[str, int | None] = dict.fromkeys(waiting)
+    free_since: dict[str, float] = {}  # of lanes that have been held
+    started_idle: set[int] = set()
     events: list[tuple[float, int]] = []  # (time, task that ends then)
 
     def finish_when_known(index: int) -> None:
@@ -71,13 +75,16 @@ def run(tasks: Sequence[Task]) -> list[Slice]:
         ends = [end[other] for other in tasks[index].awaits]
         if begun is not None and all(e is not None for e in ends):
             latest = max([begun, *(e for e in ends if e is not None)])
-            heapq.heappush(events, (latest + tasks[index].seconds, index))
+            own = tasks[index].seconds + (tasks[index].start if index in started_idle else 0.0)
+            heapq.heappush(events, (latest + own, index))
 
     def serve(lane: str, now: float) -> None:
         if holder[lane] is None and waiting[lane]:
             _, index = heapq.heappop(waiting[lane])
             holder[lane] = index
             start[index] = now
+            if free_since.get(lane, -1.0) < now:
+                started_idle.add(index)
             finish_when_known(index)
 
     for index, task in enumerate(tasks):
@@ -94,6 +101,7 @@ def run(tasks: Sequence[Task]) -> list[Slice]:
         for index in ended:
             end[index] = now
             holder[tasks[index].lane] = None
+            free_since[tasks[index].lane] = now
             touched.append(tasks[index].lane)
             for other in followers[index]:
                 missing[other] -= 1

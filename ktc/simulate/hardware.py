@@ -43,6 +43,8 @@ class Cpu:
         peak: operations/s of one socket by unit: amx_bf16, amx_int8, avx512, avx512_int8.
         amx_min_tokens: from so many tokens on an expert runs on AMX.
         job: seconds that an expert job takes by itself, whatever it reads: hand-over, barriers between its phases.
+        start: seconds more where the pool stood idle when the job came: its threads begin and end one by one, and
+            nobody fills the gaps with the job before or behind.
         memory: bytes of one socket's DRAM, or None.
     """
 
@@ -55,6 +57,7 @@ class Cpu:
     kernels: dict[str, Kernels]
     memory: float | None = None
     job: float = 0.0
+    start: float = 0.0
 
     def peak_for(self, data_type: DataType, tokens: float) -> float:
         """Operations/s of a socket for an expert with so many tokens."""

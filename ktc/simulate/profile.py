@@ -178,6 +178,7 @@ def _hardware(document: Document, default_name: str) -> Hardware:
             kernels={name: Kernels(**values) for name, values in cpu["kernels"].items()},
             memory=cpu["memory_gb"] * 1e9 if "memory_gb" in cpu else None,
             job=cpu.get("job_us", 0.0) * 1e-6,
+            start=cpu.get("start_us", 0.0) * 1e-6,
         ),
         device=_device(device),
         link=Link(link["gbs"] * 1e9, link["latency_us"] * 1e-6) if link else Link(math.inf, 0.0),

@@ -96,6 +96,7 @@ def to_json(sim: Simulation) -> dict[str, Any]:
             "tokens_per_second": sim.prompt / sim.prefill_seconds,
         },
         "job_seconds": sim.decode.job,
+        "start_seconds": sim.decode.start,
         "layers": [asdict(layer) for layer in sim.decode.layers],
         "notes": list(sim.notes),
     }

@@ -6,7 +6,8 @@ The device works in program order, as one CUDA stream does: attention, norms and
 submit callback, which queues the layer's immediate experts and then its deferred ones; the shared experts;
 the sync callback, which waits for the immediate experts of this layer and the deferred ones of the layer
 before; the copy back; the additions. The pool takes what was queued in order. Immediate and deferred experts of a
-layer are a job each, and a job costs something by itself: a layer that defers pays that twice.
+layer are a job each, and a job costs something by itself: a layer that defers pays that twice. A job that finds the
+pool idle takes a little more than one that was queued behind another.
 """
 
 from __future__ import annotations
@@ -77,7 +78,14 @@ class _Builder:
         if count == 0:
             return ()
         return tuple(
-            self._add(kind, layer.index, cpu_lane(socket), seconds * count / layer.top_k + self.costs.job, after)
+            self._add(
+                kind,
+                layer.index,
+                cpu_lane(socket),
+                seconds * count / layer.top_k + self.costs.job,
+                after,
+                start=self.costs.start,
+            )
             for socket, seconds in enumerate(layer.routed)
         )
 
@@ -92,7 +100,14 @@ class _Builder:
         self.stream = (self._add(kind, layer, lane, seconds, self.stream, awaits),)
 
     def _add(
-        self, kind: str, layer: int, lane: str, seconds: float, after: tuple[int, ...], awaits: tuple[int, ...] = ()
+        self,
+        kind: str,
+        layer: int,
+        lane: str,
+        seconds: float,
+        after: tuple[int, ...],
+        awaits: tuple[int, ...] = (),
+        start: float = 0.0,
     ) -> int:
-        self.tasks.append(Task(f"L{layer} {kind}", kind, layer, lane, seconds, after, awaits))
+        self.tasks.append(Task(f"L{layer} {kind}", kind, layer, lane, seconds, after, awaits, start))
         return len(self.tasks) - 1

@@ -145,10 +145,12 @@ std::vector<int64_t> Lane::time_jobs(int64_t number) {
   const std::vector<Pool::JobTimes> jobs = pool_->job_times();
   std::vector<int64_t> out;
   size_t taken = 0;
+  int64_t from = jobs.at(0).begun;
   for (const Moments& m : replay_.blocks) {
-    const int64_t begun = jobs.at(taken).begun;
     taken += static_cast<size_t>(m.jobs);
-    out.push_back(jobs.at(taken - 1).done - begun);
+    const int64_t done = jobs.at(taken - 1).done;
+    out.push_back(done - from);
+    from = done;
   }
   return out;
 }
@@ -159,8 +161,14 @@ void Lane::run(Mode mode, int64_t id, int64_t position, float* logits) {
   executor_->set_hook(this);
   try {
     executor_->step(&id, 1, position, true, 1, logits);
+    collect_behind();
   } catch (...) {
     executor_->set_hook(nullptr);
+    try {
+      collect_behind();
+    } catch (...) {  // the first error is the one that is told
+      behind_.clear();
+    }
     throw;
   }
   executor_->set_hook(nullptr);
@@ -187,7 +195,8 @@ bool Lane::before(size_t index, const graph::Step& step) {
       hand_over(step);
       return true;
     }
-    collect_all();
+    collect_behind();
+    take_tickets();
     ++block_;
     return false;
   }
@@ -237,14 +246,22 @@ void Lane::hand_over(const graph::Step& step) {
   replay_.blocks[block_].jobs = -static_cast<int64_t>(pool_->observed());
 }
 
-// Waits for everything that this block has submitted: the deferred experts first, which end last.
-void Lane::collect_all() {
+// What this block has submitted runs on while the next one is submitted, so that the pool always has a job.
+void Lane::take_tickets() {
   graph::Mailbox& mail = executor_->mailbox();
-  for (graph::Mailbox::Ticket* ticket : {&mail.posted, &mail.immediate}) {
-    if (!*ticket) continue;
-    const graph::Mailbox::Ticket due = *ticket;
+  for (graph::Mailbox::Ticket* ticket : {&mail.immediate, &mail.posted}) {
+    if (*ticket) behind_.push_back(*ticket);
     *ticket = {};
-    due.experts->collect(due.id, outputs_[block_].data(), due.rows);
+  }
+}
+
+// Waits for everything that the block before has submitted.
+void Lane::collect_behind() {
+  while (!behind_.empty()) {
+    const graph::Mailbox::Ticket due = behind_.back();
+    behind_.pop_back();
+    discarded_.resize(static_cast<size_t>(due.rows * due.experts->hidden));
+    due.experts->collect(due.id, discarded_.data(), due.rows);
   }
 }
 

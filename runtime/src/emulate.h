@@ -59,9 +59,9 @@ class Lane final : private graph::StepHook {
   // Step `number` again on the clock, deferring as the executor does now. Neither caches nor logits are
   // touched.
   Replay replay(int64_t number);
-  // The experts of step `number` without a timeline: nanoseconds of each block from its first task to the end
-  // of its last job. A block is one job, or two back to back where the executor defers; it begins when the
-  // one before is done.
+  // The experts of step `number` without a timeline, one block behind the other, so that the pool never runs
+  // out of jobs: nanoseconds from the end of the block before (the first: from its first task) to the end of
+  // each. A block is one job, or two where the executor defers.
   std::vector<int64_t> time_jobs(int64_t number);
   // Drops all recorded steps.
   void forget() { records_.clear(); }
@@ -79,7 +79,8 @@ class Lane final : private graph::StepHook {
   void run(Mode mode, int64_t id, int64_t position, float* logits);
   void begin_replay(int64_t number);
   void hand_over(const graph::Step& step);
-  void collect_all();
+  void take_tickets();
+  void collect_behind();
   void sleep_until(int64_t due);
 
   const std::shared_ptr<graph::Executor> executor_;
@@ -96,6 +97,8 @@ class Lane final : private graph::StepHook {
   int64_t now_ = 0;  // the device's clock
   std::vector<Routed>* record_ = nullptr;
   std::vector<std::vector<float>> outputs_;
+  std::vector<graph::Mailbox::Ticket> behind_;  // kJobs: of the block before
+  std::vector<float> discarded_;
   Replay replay_;
   int64_t late_ = 20000;  // how late the kernel wakes us, ns: a moving average
 };

@@ -62,6 +62,9 @@ void MoeCall::take(Space& space, int64_t total, bool staged) {
     token_rows = space.template take<int64_t>(slots);
     token_act = take_act(space, round_up(chunk, 16), m.h_pad_);
     y = space.template take<float>(rows * row_stride(o.hidden));
+    const int64_t width = o.nodes[0].width();
+    divided.h = space.template take<float>(most_divided() * row_stride(width));
+    divided.act = take_act(space, most_divided() * 16, width);
     space.rewind(mark);  // of one chunk, only one way's buffers are in use
   }
   x_act = take_act(space, rows, m.h_pad_);
@@ -229,22 +232,46 @@ bool MoeCall::cut_experts() {
       units[unit_count++] = Unit{a, active[a].row + first, end - first};
     }
   }
-  // One token's experts cost the same: shared evenly, nobody waits for anybody between the products.
-  const bool even = count == 1 && unit_count % threads == 0;
-  if (unit_count < threads * kUnitsPerThread && !even) return false;
-  if (!even)  // sorting allocates, which decoding must not
+  // One token's experts cost the same: of those that every thread has as many of, nobody waits for anybody
+  // between the products.
+  divided.count = 0;
+  if (count == 1 && unit_count >= threads) {
+    divided.count = unit_count % threads;
+    if (divided.count > 0 && m.o_.schedule == Schedule::kStatic) return false;  // tasks are not alike
+    cut_divided();
+  } else if (unit_count < threads * kUnitsPerThread) {
+    return false;
+  } else {  // sorting allocates, which decoding must not
     std::stable_sort(units, units + unit_count,
                      [](const Unit& a, const Unit& b) { return a.count > b.count; });
-
+  }
   std::copy(dst_row, dst_row + slots, token_rows);
   for (int64_t t = 0; t < count; ++t) std::sort(token_rows + t * top_k, token_rows + (t + 1) * top_k);
 
   const bool serial_sum = slots * m.o_.hidden <= kSerialElements;
   pieces_sum = serial_sum ? 1 : std::min(count, threads * kTasksPerThread);
   job->set_serial(first_phase + kSum, serial_sum);
-  job->set_tasks(first_phase + kExperts, 0, unit_count);
+  job->set_tasks(first_phase + kExperts, 0, unit_count + divided.count * divided.down_pieces);
   job->set_tasks(first_phase + kSum, 0, pieces_sum);
   return true;
+}
+
+int64_t MoeCall::most_divided() const { return std::min<int64_t>(m.pool_->threads() - 1, top_k); }
+
+// The last units are cut instead: gate + up and quantising as by columns, in phases of their own that come
+// first; down behind the whole experts, where small tasks even out the load.
+void MoeCall::cut_divided() {
+  unit_count -= divided.count;
+  const int64_t width = m.o_.nodes[0].width();
+  const auto pieces_of = [&](int64_t blocks, int64_t k) {
+    const int64_t cost = block_cost(m.o_.scheme.block_bytes(k), 1);
+    const int64_t share = blocks * cost / (m.pool_->threads() * kDividedTasks);
+    return pieces_for(blocks, cost, std::clamp(share, kMinTaskCost, kPanelBytes));
+  };
+  divided.up_pieces = pieces_of(width / 16, m.h_pad_);
+  divided.down_pieces = pieces_of(ceil_div(m.o_.hidden, 32), width);
+  job->set_tasks(first_phase + kGateUp, 0, divided.count * divided.up_pieces);
+  job->set_tasks(first_phase + kQuantizeH, 0, divided.count);
 }
 
 }  // namespace ktc

@@ -4,7 +4,8 @@
 //   by columns: quantise x, gate + up + activation, quantise h, down + weighted sum, add the nodes' parts.
 //     A task owns columns. For few rows, where one expert must be shared by all threads.
 //   by experts: quantise x, experts, weighted sum. A task takes rows of one expert through all of it, its
-//     intermediate results in L2. For as many experts as keep all threads busy (moe_experts.cpp).
+//     intermediate results in L2. For as many experts as keep all threads busy (moe_experts.cpp). Of one
+//     token's experts, those left over after every thread has as many as the others are divided by columns.
 // Both begin with a serial phase: sort by expert, cut tasks. Chunks reuse the same scratch.
 #pragma once
 
@@ -36,6 +37,14 @@ struct MoeCall {
     Panel* panels;
     int64_t column_pieces;
   };
+  // By experts, one token: the last active experts, which all threads share. A row each, on a tile of its
+  // own.
+  struct Divided {
+    int64_t count = 0;                       // experts
+    int64_t up_pieces = 0, down_pieces = 0;  // tasks of each
+    float* h = nullptr;                      // [count, width]
+    ktc_act act{};                           // of h
+  };
 
   explicit MoeCall(const Moe& moe) : m(moe), nodes(moe.o_.nodes.size()) {}
 
@@ -52,7 +61,7 @@ struct MoeCall {
   static void quantize_h_task(void* context, const Task& task);
   static void down_task(void* context, const Task& task);
   static void combine_task(void* context, const Task& task);
-  static void expert_task(void* context, const Task& task);
+  static void expert_task(void* context, const Task& task);  // or a piece of a divided expert's down
   static void sum_task(void* context, const Task& task);
   // Thread-local bytes of an expert task, beside the kernels' own.
   static int64_t expert_scratch(const Moe& moe);
@@ -94,6 +103,7 @@ struct MoeCall {
   bool by_experts = false;
   Unit* units = nullptr;
   int64_t unit_count = 0, pieces_sum = 0;
+  Divided divided;
   ktc_act token_act{};            // of x, a row per token
   int64_t* token_rows = nullptr;  // [chunk, top_k] dst_row of each token, ascending
   float* y = nullptr;             // [rows, hidden] results of the experts
@@ -107,6 +117,12 @@ struct MoeCall {
   void cut_tasks();
   void cut_gate_up(int node);
   bool cut_experts();
+  void cut_divided();
+  int64_t most_divided() const;
+  ktc_act divided_act(int64_t i) const;
+  void divided_gate_up(int64_t index, void* scratch) const;
+  void divided_quantize(int64_t i) const;
+  void divided_down(int64_t index, void* scratch) const;
 };
 
 }  // namespace ktc

@@ -114,6 +114,10 @@ int64_t MoeCall::expert_scratch(const Moe& moe) {
 
 void MoeCall::expert_task(void* context, const Task& task) {
   const MoeCall& call = *static_cast<const MoeCall*>(context);
+  if (task.index >= call.unit_count) {
+    call.divided_down(task.index - call.unit_count, task.scratch);
+    return;
+  }
   const MoeOptions& o = call.m.o_;
   const Unit& unit = call.units[task.index];
   const Active& a = call.active[unit.active];
@@ -162,6 +166,79 @@ void MoeCall::expert_task(void* context, const Task& task) {
   const ktc_gemm_kernel& down = call.m.down_store_[0].pick(a.count);
   check_kernel(down.gemm(&args), down.name);
 }
+
+// ---- experts that all threads share: one row each ------------------------------------------------
+
+ktc_act MoeCall::divided_act(int64_t i) const {
+  const Scheme& scheme = m.o_.scheme;
+  const int64_t width = m.o_.nodes[0].width();
+  ktc_act act = divided.act;
+  act.tiles += i * scheme.steps(width) * 1024;
+  if (scheme.integer()) {
+    act.scale += i * 16;
+    act.sums += i * 16 * scheme.act_groups(width);
+  }
+  return act;
+}
+
+void MoeCall::divided_gate_up(int64_t index, void* scratch) const {
+  const MoeOptions& o = m.o_;
+  const int64_t i = index / divided.up_pieces, piece = index % divided.up_pieces;
+  const Active& a = active[unit_count + i];
+  const int64_t width = o.nodes[0].width();
+  ktc_gemm_args args{};
+  args.struct_size = sizeof args;
+  args.k = m.h_pad_;
+  args.m_end = 1;
+  args.block_begin = piece_begin(width / 16, divided.up_pieces, piece);
+  args.block_end = piece_begin(width / 16, divided.up_pieces, piece + 1);
+  args.n_out = width;
+  args.act = token_act;
+  args.weight = o.nodes[0].gate_up[a.expert];
+  args.out = divided.h + i * row_stride(width);
+  args.ld_out = row_stride(width);
+  args.act_alpha = o.alpha;
+  args.act_limit = o.limit;
+  args.scratch = scratch;
+  const ktc_gemm_kernel& kernel = m.gate_up_[0].pick(a.count);
+  check_kernel(kernel.gemm(&args), kernel.name);
+}
+
+void MoeCall::divided_quantize(int64_t i) const {
+  const int64_t width = m.o_.nodes[0].width();
+  ktc_quant_args args{};
+  args.struct_size = sizeof args;
+  args.k_valid = args.k = width;
+  args.ld_x = row_stride(width);
+  args.m_end = 1;
+  args.x = divided.h + i * row_stride(width);
+  args.copies = 1;
+  args.act = divided_act(i);
+  check_kernel(m.down_store_[0].quantize()(&args), "quantize");
+}
+
+void MoeCall::divided_down(int64_t index, void* scratch) const {
+  const MoeOptions& o = m.o_;
+  const int64_t i = index / divided.down_pieces, piece = index % divided.down_pieces;
+  const Active& a = active[unit_count + i];
+  const int64_t blocks = ceil_div(o.hidden, 32);
+  ktc_gemm_args args{};
+  args.struct_size = sizeof args;
+  args.k = o.nodes[0].width();
+  args.m_end = 1;
+  args.block_begin = piece_begin(blocks, divided.down_pieces, piece);
+  args.block_end = piece_begin(blocks, divided.down_pieces, piece + 1);
+  args.n_out = o.hidden;
+  args.act = divided_act(i);
+  args.weight = o.nodes[0].down[a.expert];
+  args.out = y + a.row * row_stride(o.hidden);
+  args.ld_out = row_stride(o.hidden);
+  args.scratch = scratch;
+  const ktc_gemm_kernel& kernel = m.down_store_[0].pick(a.count);
+  check_kernel(kernel.gemm(&args), kernel.name);
+}
+
+// ---- the sum ---------------------------------------------------------------------------------------
 
 // Tokens of one piece: experts in ascending order, as by columns.
 void MoeCall::sum_task(void* context, const Task& task) {

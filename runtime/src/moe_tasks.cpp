@@ -27,6 +27,10 @@ void MoeCall::quantize_x_task(void* context, const Task& task) {
 
 void MoeCall::gate_up_task(void* context, const Task& task) {
   const MoeCall& call = *static_cast<const MoeCall*>(context);
+  if (call.by_experts) {
+    call.divided_gate_up(task.index, task.scratch);
+    return;
+  }
   const MoeOptions& o = call.m.o_;
   const Node& node = call.nodes[task.node];
   const Panel& panel = node.panels[task.index];
@@ -54,6 +58,10 @@ void MoeCall::gate_up_task(void* context, const Task& task) {
 // Task i: the active rows [i, i + 1) * piece_h, counted without the padding between experts.
 void MoeCall::quantize_h_task(void* context, const Task& task) {
   const MoeCall& call = *static_cast<const MoeCall*>(context);
+  if (call.by_experts) {
+    call.divided_quantize(task.index);
+    return;
+  }
   const int64_t width = call.m.o_.nodes[task.node].width();
   const Node& node = call.nodes[task.node];
   int64_t row = task.index * call.piece_h;

@@ -12,6 +12,9 @@ constexpr int64_t kTasksPerThread = 8;
 constexpr int64_t kPanelBytes = 1 << 20;
 // Weight bytes of one kernel call at least, where that leaves a task for each thread.
 constexpr int64_t kCallBytes = 256 << 10;
+// The same where few experts are left over, behind which whole ones follow: a call of the kernel begins
+// slowly.
+constexpr int64_t kDividedTasks = 2;
 // Cost (bytes read, see block_cost) below which a task is not worth sharing.
 constexpr int64_t kMinTaskCost = 32 << 10;
 // Elements that one thread converts faster than others could be woken.

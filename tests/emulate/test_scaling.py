@@ -32,18 +32,20 @@ def test_measured_experts_are_what_the_simulator_then_assumes(
     assert (costs.submit, costs.sync) == (3e-5, 2e-5) and costs.job == 0
 
 
-def test_the_time_of_a_layer_has_one_job_in_it(stack: tuple[GraphExecutor, Plan], paper: Hardware) -> None:
+def test_the_time_of_a_layer_has_one_job_and_its_start_in_it(
+    stack: tuple[GraphExecutor, Plan], paper: Hardware
+) -> None:
     """So K = 0 stays as measured, whatever a job takes; a job that takes it all leaves a tenth for the experts."""
     plan = stack[1]
-    for job in (4e-4, 3.0):
-        costs = decode_costs(plan, as_measured(paper, plan, 1.5e-3, 3e-5, 2e-5, job))
-        assert costs.job == min(job, 1.35e-3)
-        assert all(c.routed[0] + costs.job == pytest.approx(1.5e-3) for c in costs.layers)
+    for job, start in ((4e-4, 0.0), (4e-4, 2e-4), (3.0, 1e-4), (1e-4, 3.0)):
+        costs = decode_costs(plan, as_measured(paper, plan, 1.5e-3, 3e-5, 2e-5, job, start))
+        assert costs.job == min(job, 1.35e-3) and costs.start == pytest.approx(min(start, 1.35e-3 - costs.job))
+        assert all(c.routed[0] + costs.job + costs.start == pytest.approx(1.5e-3) for c in costs.layers)
 
 
 def test_the_written_profile_is_the_same_machine(stack: tuple[GraphExecutor, Plan], paper: Hardware) -> None:
     plan = stack[1]
-    measured = as_measured(slower_device(paper, 1.7), plan, 1.5e-3, 3e-5, 2e-5, 4e-4, cores=3)
+    measured = as_measured(slower_device(paper, 1.7), plan, 1.5e-3, 3e-5, 2e-5, 4e-4, 1e-4, cores=3)
     read = parse_profile(profile_yaml(measured, ["a remark"]), "measured.yaml")
     assert (read.cpu.sockets, read.cpu.cores) == (1, 3)  # of the machine measured, not of the paper's
     for k in (0, 3):

@@ -70,6 +70,27 @@ def test_q5_same_bits_for_every_thread_count_and_schedule(reference_lib: Any, sc
     assert all(np.array_equal(r, results[0]) for r in results)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_q5_one_token_same_bits_however_its_experts_are_shared(reference_lib: Any, scheme: QuantScheme) -> None:
+    """failures.md Q5: whole experts to each thread, what is left over divided, all of them divided; biases, tails,
+    a NaN row before and a poisoned output (`run`) must not show."""
+    layer = Layer(9, 7, 262, 200, scheme, bias=True)
+    x, ids, weights = layer.route(2)
+    x[0] = np.nan
+    for k in range(1, 8):
+        one = slice(1, 2)
+        want = layer.reference(x[one], ids[one, :k], weights[one, :k])
+        results = []
+        for threads in (1, 2, 3, 4, 5, 8):
+            for scheduling in ("dynamic", "static"):
+                pool = _runtime.Pool([[0] * threads], pin=False)
+                moe = layer.build(reference_lib, pool, scheduling=scheduling, top_k=k)
+                run(moe, x[:1], ids[:1, :k], weights[:1, :k])
+                results.append(run(moe, x[one], ids[one, :k], weights[one, :k]))
+        assert all(np.array_equal(r, results[0]) for r in results)
+        close(results[0], want, scheme.data_type)
+
+
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_s4_nodes(reference_lib: Any, nodes: int) -> None:
     """failures.md S4: an uneven split over emulated nodes gives the result of one node, and fixed bits."""

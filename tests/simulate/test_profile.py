@@ -51,7 +51,8 @@ def test_units_and_defaults() -> None:
     assert (h.name, h.file, h.cpu.dram_remote, h.device.peak, h.link.latency) == ("p", "p.yaml", 100e9, 100e12, 8e-6)
     assert h.device.kernels == {**DEFAULT_KERNELS, "router": 7}
     assert h.cpu.peak_for("bf16", 64) == 20e12
-    assert h.cpu.job == 0 and parse_profile(GPU.replace("  sockets:", "  job_us: 8\n  sockets:"), "p").cpu.job == 8e-6
+    given = parse_profile(GPU.replace("  sockets:", "  job_us: 8\n  start_us: 5\n  sockets:"), "p").cpu
+    assert (h.cpu.job, h.cpu.start) == (0, 0) and (given.job, given.start) == (8e-6, 5e-6)
     assert h.cpu.peak_for("bf16", 1) == h.cpu.peak_for("int4", 64) == h.cpu.peak_for("fp32", 64) == 2e12
 
 

@@ -27,10 +27,12 @@ def costs(
     layers: int = 6,
     top_k: int = 8,
     job: float = 0.0,
+    start: float = 0.0,
 ) -> Costs:
     """Whole numbers, so that times can be worked out by hand. Layer 0 is dense."""
     moe = [LayerCost(i, attention, 2.0, 1.0, top_k, routed) for i in range(1, layers)]
-    return Costs(1, (LayerCost(0, 10.0), *moe), head=4.0, copy=0.5, submit=0.25, sync=0.25, shared_lane=False, job=job)
+    dense = LayerCost(0, 10.0)
+    return Costs(1, (dense, *moe), 4.0, copy=0.5, submit=0.25, sync=0.25, shared_lane=False, job=job, start=start)
 
 
 def test_k0_is_the_closed_form() -> None:
@@ -106,6 +108,16 @@ def test_jobs_bound_what_deferral_gains() -> None:
     rows = [decode_row(dear, k) for k in range(dear.max_deferred + 1)]
     assert [row.layer_seconds for row in rows[:2]] == pytest.approx([16.5, 17])
     assert auto_deferred(tuple(rows)) == 0
+
+
+def test_a_job_behind_another_need_not_start() -> None:
+    """With 16 of experts and 7.5 of the rest a layer: K = 0 pays the start in every layer, two jobs of a layer pay it
+    once, and a pool that is never idle not at all."""
+    paid, free = (costs(routed=(16.0, 16.0), start=s) for s in (1.5, 0.0))
+    paying, saturated = ([decode_row(c, k).layer_seconds for c in (paid, free)] for k in (2, 5))
+    assert decode_row(paid, 0).layer_seconds == pytest.approx(decode_row(free, 0).layer_seconds + 1.5)
+    assert paying[0] == pytest.approx(paying[1] + 1.5)
+    assert saturated == pytest.approx([16, 16])
 
 
 def test_the_profile_says_what_a_job_takes_in_decode_and_prefill() -> None:

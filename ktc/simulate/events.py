@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def run(tasks: Sequence[Task]) -> list[Slice]:
     A lane takes the waiting task that became ready first; of equals, the one that is earlier in `tasks`.
 
     Returns:
-        One slice per task, in the order of `tasks`.
+        One slice per task, in the order of `tasks`; a task that found its lane idle has its `start` in its seconds.
     Raises:
         ValueError: tasks wait for each other in a circle (or for one that does not exist).
     """
@@ -113,8 +113,9 @@ def run(tasks: Sequence[Task]) -> list[Slice]:
         for lane in sorted(set(touched)):
             serve(lane, now)
     slices = []
-    for task, begun, done in zip(tasks, start, end, strict=True):
+    for index, (task, begun, done) in enumerate(zip(tasks, start, end, strict=True)):
         if begun is None or done is None:
             raise ValueError(f"{task.name} never ran: tasks wait for each other")
-        slices.append(Slice(task, begun, done))
+        own = replace(task, seconds=task.seconds + task.start) if task.start and index in started_idle else task
+        slices.append(Slice(own, begun, done))
     return slices

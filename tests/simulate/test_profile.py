@@ -52,7 +52,7 @@ def test_units_and_defaults() -> None:
     assert h.device.kernels == {**DEFAULT_KERNELS, "router": 7}
     assert h.cpu.peak_for("bf16", 64) == 20e12
     given = parse_profile(GPU.replace("  sockets:", "  job_us: 8\n  start_us: 5\n  sockets:"), "p").cpu
-    assert (h.cpu.job, h.cpu.start) == (0, 0) and (given.job, given.start) == (8e-6, 5e-6)
+    assert (h.cpu.job, h.cpu.start) == (0, 0) and (given.job, given.start) == pytest.approx((8e-6, 5e-6))
     assert h.cpu.peak_for("bf16", 1) == h.cpu.peak_for("int4", 64) == h.cpu.peak_for("fp32", 64) == 2e12
 
 

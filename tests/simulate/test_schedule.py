@@ -118,6 +118,7 @@ def test_a_job_behind_another_need_not_start() -> None:
     assert decode_row(paid, 0).layer_seconds == pytest.approx(decode_row(free, 0).layer_seconds + 1.5)
     assert paying[0] == pytest.approx(paying[1] + 1.5)
     assert saturated == pytest.approx([16, 16])
+    assert decode_row(paid, 0).layer.cpu == pytest.approx(17.5 / (23.5 + 1.5))  # the pool is at work while it starts
 
 
 def test_the_profile_says_what_a_job_takes_in_decode_and_prefill() -> None:

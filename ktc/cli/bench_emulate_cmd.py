@@ -33,7 +33,7 @@ def sweep_options(function: F, steps: int) -> F:
             click.option(
                 "--repeats",
                 type=click.IntRange(min=1),
-                help="Replays of each step.  [default: 5 to 15, as many as take 20 s]",
+                help="Replays of each step.  [default: 7 to 15, as many as take 40 s]",
             ),
             click.option(
                 "--shares",

@@ -31,7 +31,7 @@ _TURNS, _CALIBRATIONS = 3, 8
 _AGREE, _KEPT = 0.02, 0.05
 """Relative: when two calibrations agree, and how far the shares of K = 0 may be off after all turns."""
 _ATTEMPTS = 3
-_FEWEST, _MOST, _SECONDS = 5, 15, 20.0
+_FEWEST, _MOST, _SECONDS = 7, 15, 40.0
 """Repeats unless asked otherwise."""
 
 
@@ -41,7 +41,7 @@ class SweepOptions:
     Attributes:
         deferred: the K to measure; None = all that leave two experts immediate. 0 is always among them.
         steps: decode steps that are recorded and replayed.
-        repeats: replays of each; None = 5 to 15, as many as take about 20 s.
+        repeats: replays of each; None = 7 to 15, as many as take about 40 s.
         shares: scale the device so that expert time : device time is this at K = 0; None = as the profile says.
         prompt: random tokens before the first step.
     """

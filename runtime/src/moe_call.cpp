@@ -248,7 +248,8 @@ bool MoeCall::cut_experts() {
   std::copy(dst_row, dst_row + slots, token_rows);
   for (int64_t t = 0; t < count; ++t) std::sort(token_rows + t * top_k, token_rows + (t + 1) * top_k);
 
-  const bool serial_sum = slots * m.o_.hidden <= kSerialElements;
+  // A piece is whole tokens: a phase of one task would only keep the others from the next job.
+  const bool serial_sum = count == 1 || slots * m.o_.hidden <= kSerialElements;
   pieces_sum = serial_sum ? 1 : std::min(count, threads * kTasksPerThread);
   job->set_serial(first_phase + kSum, serial_sum);
   job->set_tasks(first_phase + kExperts, 0, unit_count + divided.count * divided.down_pieces);

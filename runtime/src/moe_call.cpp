@@ -233,11 +233,15 @@ bool MoeCall::cut_experts() {
     }
   }
   // One token's experts cost the same: of those that every thread has as many of, nobody waits for anybody
-  // between the products.
+  // between the products. At the end the first waits for the last, unless other work is queued or some are
+  // divided: so one more a thread is, in a call that comes alone.
   divided.count = 0;
   if (count == 1 && unit_count >= threads) {
+    const bool alike = m.o_.schedule == Schedule::kStatic;  // tasks must be
     divided.count = unit_count % threads;
-    if (divided.count > 0 && m.o_.schedule == Schedule::kStatic) return false;  // tasks are not alike
+    if (divided.count > 0 && alike) return false;
+    if (divided.count == 0 && !alike && threads > 1 && unit_count > threads && m.pool_->idle())
+      divided.count = threads;
     cut_divided();
   } else if (unit_count < threads * kUnitsPerThread) {
     return false;
@@ -257,7 +261,7 @@ bool MoeCall::cut_experts() {
   return true;
 }
 
-int64_t MoeCall::most_divided() const { return std::min<int64_t>(m.pool_->threads() - 1, top_k); }
+int64_t MoeCall::most_divided() const { return std::min<int64_t>(m.pool_->threads(), top_k); }
 
 // The last units are cut instead: gate + up and quantising as by columns, in phases of their own that come
 // first; down behind the whole experts, where small tasks even out the load.

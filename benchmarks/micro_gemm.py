@@ -33,7 +33,10 @@ def parse_scheme(text: str) -> QuantScheme:
         return QuantScheme(text)  # type: ignore[arg-type]
     if text == "int8-channel":
         return QuantScheme("int8", "channel")
-    data_type, group, kind = re.fullmatch(r"(int[48])-g(\d+)([fc]?)", text).groups()  # type: ignore[union-attr]
+    found = re.fullmatch(r"(int[48])-g(\d+)([fc]?)", text)
+    if found is None:
+        raise SystemExit(f"{text!r} is no scheme: bf16, fp32, int8-channel, int4-g64, int4-g32f, int4-g16c, ...")
+    data_type, group, kind = found.groups()
     return QuantScheme(data_type, {"": "integer", "f": "group", "c": "codebook"}[kind], int(group))  # type: ignore[arg-type]
 
 

@@ -164,10 +164,11 @@ void Lane::run(Mode mode, int64_t id, int64_t position, float* logits) {
     collect_behind();
   } catch (...) {
     executor_->set_hook(nullptr);
-    try {
-      collect_behind();
-    } catch (...) {  // the first error is the one that is told
-      behind_.clear();
+    while (!behind_.empty()) {
+      try {
+        collect_behind();
+      } catch (...) {  // the first error is the one that is told
+      }
     }
     throw;
   }

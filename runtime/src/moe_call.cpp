@@ -236,7 +236,8 @@ bool MoeCall::cut_experts() {
   // between the products. At the end the first waits for the last, unless other work is queued or some are
   // divided: so one more a thread is, in a call that comes alone.
   divided.count = 0;
-  if (count == 1 && unit_count >= threads) {
+  const bool one_row_each = count == 1 && active_count == slots;  // no expert is named twice
+  if (one_row_each && unit_count >= threads) {
     const bool alike = m.o_.schedule == Schedule::kStatic;  // tasks must be
     divided.count = unit_count % threads;
     if (divided.count > 0 && alike) return false;

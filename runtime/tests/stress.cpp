@@ -51,7 +51,7 @@ COUNTED void operator delete(void* p, size_t, std::align_val_t) noexcept { std::
 
 namespace {
 
-constexpr int64_t kExperts = 5, kTopK = 2, kHidden = 64, kIntermediate = 128;
+constexpr int64_t kExperts = 7, kTopK = 5, kHidden = 64, kIntermediate = 128;
 constexpr float kFailOnRequest = -12345.0f;
 
 void require(bool condition, const char* what) {
@@ -180,14 +180,16 @@ void callers(const std::shared_ptr<ktc::KernelLib>& lib, const Layer& layer,
 
 void same_bits(const std::shared_ptr<ktc::KernelLib>& lib, const Layer& layer) {
   for (size_t count = 1; count <= 2; ++count) {
-    std::vector<float> first;
-    const Routed r(18, 5);
-    for (size_t threads : {1, 2, 5}) {
-      for (ktc::Schedule schedule : {ktc::Schedule::kDynamic, ktc::Schedule::kStatic}) {
-        const auto pool = make_pool(std::vector<std::vector<int>>(count, std::vector<int>(threads, 0)));
-        const std::vector<float> out = forward(*layer.build(lib, pool, schedule), r);
-        if (first.empty()) first = out;
-        require(out == first, "bits depend on threads or schedule");
+    for (int64_t tokens : {18, 1}) {
+      std::vector<float> first;
+      const Routed r(tokens, 5);
+      for (size_t threads : {1, 2, 3, 5}) {
+        for (ktc::Schedule schedule : {ktc::Schedule::kDynamic, ktc::Schedule::kStatic}) {
+          const auto pool = make_pool(std::vector<std::vector<int>>(count, std::vector<int>(threads, 0)));
+          const std::vector<float> out = forward(*layer.build(lib, pool, schedule), r);
+          if (first.empty()) first = out;
+          require(out == first, "bits depend on threads or schedule");
+        }
       }
     }
   }
@@ -195,10 +197,10 @@ void same_bits(const std::shared_ptr<ktc::KernelLib>& lib, const Layer& layer) {
 
 // A thread that stands for a device hands over two jobs a layer and only waits; the pool's record of them is
 // whole.
-void device_lane(const std::shared_ptr<ktc::KernelLib>& lib, const Layer& layer, int rounds) {
+void device_lane(const std::shared_ptr<ktc::KernelLib>& lib, const Layer& layer, int rounds, int64_t tokens) {
   const auto pool = make_pool({{0, 1}}, false);
   const auto moe = layer.build(lib, pool, ktc::Schedule::kDynamic);
-  const Routed a(3, 1), b(4, 2);
+  const Routed a(tokens, 1), b(tokens, 2);
   const std::vector<float> want_a = forward(*moe, a), want_b = forward(*moe, b);
   pool->observe(true);
   for (int i = 0; i < rounds; ++i) {
@@ -360,7 +362,7 @@ int main(int argc, char** argv) {
   }
   for (const bool kept : {false, true})
     for (int i = 0; i < rounds; ++i) ahead(kept);
-  device_lane(lib, layer, 10 * rounds);
+  for (int64_t tokens : {1, 4}) device_lane(lib, layer, 10 * rounds, tokens);
   no_allocation(lib, layer, 50 * rounds);
   for (const bool caller_works : {true, false}) queue(100 * rounds, caller_works);
   linears(lib, 5 * rounds);

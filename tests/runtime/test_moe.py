@@ -73,12 +73,16 @@ def test_q5_same_bits_for_every_thread_count_and_schedule(reference_lib: Any, sc
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_q5_one_token_same_bits_however_its_experts_are_shared(reference_lib: Any, scheme: QuantScheme) -> None:
     """failures.md Q5: whole experts to each thread, what is left over divided, all of them divided; biases, tails,
-    a NaN row before and a poisoned output (`run`) must not show."""
+    a NaN row before, an expert named twice and a poisoned output (`run`) must not show."""
     layer = Layer(9, 7, 262, 200, scheme, bias=True)
     x, ids, weights = layer.route(2)
     x[0] = np.nan
-    for k in range(1, 8):
-        one = slice(1, 2)
+    one = slice(1, 2)
+    routed = np.sort(ids, axis=1)
+    for k, repeated in [(k, False) for k in range(1, 8)] + [(k, True) for k in range(2, 8)]:
+        ids = routed.copy()
+        if repeated:  # the last one, which would be divided: a router names none twice, a caller may
+            ids[:, k - 2] = ids[:, k - 1]
         want = layer.reference(x[one], ids[one, :k], weights[one, :k])
         results = []
         for threads in (1, 2, 3, 4, 5, 8):

@@ -68,12 +68,12 @@ def sweep_options(function: F, steps: int) -> F:
 @click.option("--hidden", type=click.IntRange(min=64), default=2048, show_default=True)
 @click.option("--intermediate", type=click.IntRange(min=1), default=1408, show_default=True, help="Of an expert.")
 @click.option("--top-k", type=click.IntRange(min=2), default=6, show_default=True, help="Routed experts per token.")
-@click.option("--shared", type=click.IntRange(min=0), default=2, show_default=True, help="Shared experts of a layer.")
+@click.option("--shared", type=click.IntRange(min=1), default=2, show_default=True, help="Shared experts of a layer.")
 @click.option("--format", "data_type", default="int4", show_default=True, help="Of the experts: int4, int8 or bf16.")
 @click.option("--threads", type=click.IntRange(min=1), help="Default: the CPUs of this process.")
 @click.option("--variant", help="Kernel variant; default: the best for this CPU.")
 @click.option("--kernel-library", type=click.Path(exists=True, dir_okay=False), help="Use this kernel library.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("-v", "verbose", count=True)
 @partial(sweep_options, steps=6)
 def command(
@@ -107,7 +107,9 @@ def command(
     options = _options(sweep, seed)
     hardware = parse_device(f"{PREFIX}{profile}")
     if top_k > experts:
-        raise UsageError(f"top {top_k} of {experts} experts is impossible")
+        raise UsageError(
+            f"--top-k {top_k}: a layer has {experts} experts", f"--top-k {experts} at most, or more --experts"
+        )
     shape = MoeShape("stack", experts, hidden, intermediate, top_k)
     graph, plan = build_stack(
         StackOptions(
@@ -161,8 +163,8 @@ def _options(sweep: dict[str, Any], seed: int, prompt: int = 8) -> Any:
 
     text = sweep["deferred"]
     parts = None if text is None else text.replace(",", " ").split()
-    if parts is not None and not all(p.isdigit() for p in parts):
-        raise UsageError(f"--deferred {text!r} is not a list of numbers", "for example --deferred 2,3")
+    if parts is not None and not (parts and all(p.isdecimal() for p in parts)):
+        raise UsageError(f"--deferred {text!r} is not a list of numbers from 0 up", "for example --deferred 2,3")
     return SweepOptions(
         deferred=None if parts is None else [int(p) for p in parts],
         steps=sweep["steps"],

@@ -38,7 +38,10 @@ def parse_device(text: str) -> Hardware:
             f"--device {text!r} is not emulate:PROFILE",
             "a real device is chosen by the recipe that a bundle is made with",
         )
-    hardware = load_profile(text.removeprefix(PREFIX))
+    name = text.removeprefix(PREFIX)
+    if not name:
+        raise UsageError(f"--device {text!r} names no hardware profile", "such as emulate:paper-2x8452y-a100")
+    hardware = load_profile(name)
     if hardware.device.kind == "cpu":
         raise ProfileError(
             f"{hardware.file}: the profile has no device of its own (device.kind: cpu), so there is nothing to emulate",

@@ -15,6 +15,8 @@ from ktc.simulate.schedule import DEVICE, HOST, LINK
 from ktc.simulate.trace import Span
 
 LANES = [DEVICE, LINK, HOST, CPU]
+_LANE = 0.2
+"""Of a layer's time: from there on what the emulation itself takes outweighs what it shows."""
 
 
 def device_line(sweep: Sweep) -> str:
@@ -25,7 +27,7 @@ def device_line(sweep: Sweep) -> str:
         f"device: {sweep.hardware.device.name}, emulated{scaled};"
         f" experts: {sweep.threads} thread{'s' * (sweep.threads != 1)},"
         f" {sweep.expert_seconds * 1e3:.3f} ms a layer at K = 0,"
-        f" {cpu.start * 1e6:.0f} us less behind another job, a second job {cpu.job * 1e6:.0f} us more"
+        f" {cpu.start * 1e6:.0f} us of them for starting an idle pool; {cpu.job * 1e6:.0f} us more as two jobs"
     )
 
 
@@ -63,7 +65,20 @@ def render(sweep: Sweep, title: str) -> str:
         f" the lane takes {sweep.lane * 1e6:.0f} us of a CPU a layer"
         + ("" if sweep.realtime else "; no right to real-time priority for the lane, which competes with the workers"),
     ]
-    return "\n".join(lines)
+    return "\n".join(lines + [f"  note: {note}" for note in _notes(sweep)])
+
+
+def _notes(sweep: Sweep) -> list[str]:
+    notes = []
+    if len(sweep.measured) == 1:
+        notes.append("only K = 0: nothing was deferred, so nothing could be gained")
+    share = sweep.lane / sweep.measured[0].layer_seconds
+    if share > _LANE:
+        notes.append(
+            f"the lane takes {share:.0%} of a layer's time from the experts' CPUs: the layers are too small for these"
+            " figures to mean much"
+        )
+    return notes
 
 
 def _change(new: float, old: float) -> str:

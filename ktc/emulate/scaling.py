@@ -13,10 +13,9 @@ from typing import Any
 
 from ktc.errors import UsageError
 from ktc.plan.ir import Plan
-from ktc.simulate.hardware import Cpu, Hardware, Host, Kernels, Link
+from ktc.simulate.hardware import UNBOUNDED, Cpu, Hardware, Host, Kernels, Link
 
 MEASURED = "measured"
-_FAR = 1e18  # operations/s: measured experts are a time, which no peak may bound
 
 
 def parse_shares(text: str) -> tuple[float, float]:
@@ -80,7 +79,7 @@ def as_measured(
         cores=cores,
         dram_local=rate,
         dram_remote=rate,
-        peak={"avx512": _FAR},
+        peak={"avx512": UNBOUNDED},
         amx_min_tokens=hardware.cpu.amx_min_tokens,
         kernels={MEASURED: Kernels(1.0, 1.0)},
         job=job,

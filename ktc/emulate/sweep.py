@@ -205,7 +205,10 @@ def _ks(lane: EmulatedLane, options: SweepOptions) -> list[int]:
         return list(range(most + 1))
     wrong = [k for k in options.deferred if not 0 <= k <= most]
     if wrong:
-        raise UsageError(f"{wrong[0]} deferred experts: 0 to {most} leave two immediate ones")
+        raise UsageError(
+            f"{wrong[0]} of {most + 2} experts cannot be deferred: at least 2 stay immediate",
+            f"-K takes 0 to {most} here",
+        )
     return sorted({0, *options.deferred})
 
 

@@ -63,7 +63,7 @@ def config(options: StackOptions) -> dict[str, Any]:
         "moe_intermediate_size": shape.intermediate,
         "n_routed_experts": shape.experts,
         "num_experts_per_tok": shape.top_k,
-        "n_shared_experts": options.shared or None,
+        "n_shared_experts": options.shared,
         "first_k_dense_replace": 0,
         "num_hidden_layers": options.layers,
         "num_attention_heads": max(1, shape.hidden // _HEAD),

@@ -21,6 +21,10 @@ class ProfileError(RecipeError):
     """A hardware profile does not parse, does not fit its schema, or does not say what is needed."""
 
 
+UNBOUNDED = 1e18
+"""Operations/s of a profile that knows decode only: experts are a time, which no peak bounds."""
+
+
 @dataclass(frozen=True)
 class Kernels:
     """How much of the machine one implementation of the expert kernels reaches.

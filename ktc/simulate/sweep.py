@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ktc.plan.ir import Plan
 from ktc.simulate.costs import Costs, decode_costs, prefill_costs
 from ktc.simulate.events import Slice, run
-from ktc.simulate.hardware import Hardware, Numa
+from ktc.simulate.hardware import UNBOUNDED, Hardware, Numa
 from ktc.simulate.metrics import Use, steady_window, use
 from ktc.simulate.schedule import build
 
@@ -128,6 +128,8 @@ def _notes(plan: Plan, hardware: Hardware, numa: Numa) -> list[str]:
             "the profile has no device: attention and all that is not a routed expert runs on the experts' own cores;"
             " profiles with a GPU have device.kind: cuda"
         )
+    if min(hardware.cpu.peak.values()) >= UNBOUNDED:
+        notes.append("the profile was measured in decode only: the experts' arithmetic is left out of prefill")
     dense = sum(plan.device_bytes().values())
     if hardware.device.memory is not None and dense > hardware.device.memory:
         notes.append(f"{dense / 1e9:.1f} GB of weights do not fit the device's {hardware.device.memory / 1e9:.0f} GB")

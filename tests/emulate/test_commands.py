@@ -119,5 +119,6 @@ def test_bad_measurements(kernels: str) -> None:
     assert "not CPU:DEVICE" in refused(*small, "--shares", "74")
     assert "not a list of numbers" in refused(*small, "--deferred", "two")
     assert "unknown format" in refused(*small, "--format", "int3")
-    assert "top 9 of 8" in refused(*small, "--top-k", 9)
+    assert "--top-k 9: a layer has 8 experts" in refused(*small, "--top-k", 9)
+    assert "names no hardware profile" in refused("bench", "emulate", "--profile", "")
     assert "GB of memory are free" in refused(*small, "--layers", 100000, "--hidden", 8192, "--intermediate", 8192)

@@ -8,7 +8,7 @@ from ktc.emulate.scaling import as_measured, parse_shares, profile_yaml, slower_
 from ktc.errors import KtcError
 from ktc.graph.build import GraphExecutor
 from ktc.plan.ir import Plan
-from ktc.simulate import Hardware, decode_costs
+from ktc.simulate import Hardware, decode_costs, simulate
 from ktc.simulate.profile import parse_profile
 from ktc.simulate.sweep import decode_row
 
@@ -52,6 +52,8 @@ def test_the_written_profile_is_the_same_machine(stack: tuple[GraphExecutor, Pla
         a, b = (decode_row(decode_costs(plan, h), k) for h in (measured, read))
         assert b.token_seconds == pytest.approx(a.token_seconds)
         assert b.layer.both == pytest.approx(a.layer.both)
+    assert any("measured in decode only" in note for note in simulate(plan, read, numa="single").notes)
+    assert not any("decode only" in note for note in simulate(plan, paper, numa="single").notes)
 
 
 @pytest.mark.parametrize("text", ["", "74", "74:", "74:28:1", "a:b", "0:1", "1:-1", "nan:1", "inf:1"])

@@ -45,7 +45,9 @@ def test_reports(sweep: Sweep) -> None:
     assert text.startswith("a title\n") and len(rows) == TOP_K - 1
     assert "A100" in text and "2 threads" in text
     cpu = sweep.hardware.cpu
-    assert f"{cpu.start * 1e6:.0f} us less behind another job, a second job {cpu.job * 1e6:.0f} us more" in text
+    assert (
+        f"{cpu.start * 1e6:.0f} us of them for starting an idle pool; {cpu.job * 1e6:.0f} us more as two jobs" in text
+    )
     data = report.to_json(sweep, "a title")
     assert [row["deferred"] for row in data["decode"]] == list(range(TOP_K - 1))
     best = min(data["decode"], key=lambda row: row["measured"]["token_seconds"])
@@ -59,6 +61,8 @@ def test_reports(sweep: Sweep) -> None:
 
 def test_some_k_only(lane: EmulatedLane) -> None:
     found = run(lane, SweepOptions(deferred=[2], steps=1, repeats=1))
+    assert "only K = 0" not in report.render(found, "some")
+    assert "only K = 0" in report.render(run(lane, SweepOptions(deferred=[], steps=1, repeats=1)), "none")
     assert [m.deferred for m in found.measured] == [0, 2]
     assert found.factor == 1.0
 
@@ -66,8 +70,8 @@ def test_some_k_only(lane: EmulatedLane) -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (SweepOptions(deferred=[TOP_K - 1]), "leave two immediate"),
-        (SweepOptions(deferred=[-1]), "leave two immediate"),
+        (SweepOptions(deferred=[TOP_K - 1]), "at least 2 stay immediate"),
+        (SweepOptions(deferred=[-1]), "at least 2 stay immediate"),
         (SweepOptions(steps=1000), "do not fit"),
         (SweepOptions(steps=0), "at least 1"),
     ],

@@ -65,8 +65,8 @@ def run(tasks: Sequence[Task]) -> list[Slice]:
     end: list[float | None] = [None] * count
     waiting: dict[str, list[tuple[float, int]]] = {task.lane: [] for task in tasks}
     holder: dict[str, int | None] = dict.fromkeys(waiting)
-    free_since: dict[str, float] = {}  # of lanes that have been held
-    started_idle: set[int] = set()
+    free_since = dict.fromkeys(waiting, -1.0)
+    own = [task.seconds for task in tasks]
     events: list[tuple[float, int]] = []  # (time, task that ends then)
 
     def finish_when_known(index: int) -> None:
@@ -75,16 +75,15 @@ def run(tasks: Sequence[Task]) -> list[Slice]:
         ends = [end[other] for other in tasks[index].awaits]
         if begun is not None and all(e is not None for e in ends):
             latest = max([begun, *(e for e in ends if e is not None)])
-            own = tasks[index].seconds + (tasks[index].start if index in started_idle else 0.0)
-            heapq.heappush(events, (latest + own, index))
+            heapq.heappush(events, (latest + own[index], index))
 
     def serve(lane: str, now: float) -> None:
         if holder[lane] is None and waiting[lane]:
             _, index = heapq.heappop(waiting[lane])
             holder[lane] = index
             start[index] = now
-            if free_since.get(lane, -1.0) < now:
-                started_idle.add(index)
+            if free_since[lane] < now:
+                own[index] += tasks[index].start
             finish_when_known(index)
 
     for index, task in enumerate(tasks):
@@ -113,9 +112,8 @@ def run(tasks: Sequence[Task]) -> list[Slice]:
         for lane in sorted(set(touched)):
             serve(lane, now)
     slices = []
-    for index, (task, begun, done) in enumerate(zip(tasks, start, end, strict=True)):
+    for task, seconds, begun, done in zip(tasks, own, start, end, strict=True):
         if begun is None or done is None:
             raise ValueError(f"{task.name} never ran: tasks wait for each other")
-        own = replace(task, seconds=task.seconds + task.start) if task.start and index in started_idle else task
-        slices.append(Slice(own, begun, done))
+        slices.append(Slice(task if seconds == task.seconds else replace(task, seconds=seconds), begun, done))
     return slices

@@ -120,8 +120,17 @@ struct MoeCall {
   void cut_divided();
   int64_t most_divided() const;
   ktc_act divided_act(int64_t i) const;
+  // On one node, by experts: rows [0, rows) of one expert, blocks [begin, end).
+  struct Product {
+    const Active& active;
+    int64_t rows, begin, end;
+    void* scratch;
+    ktc_gemm_args args() const;
+  };
+  void gate_up(const Product& p, const ktc_act& x, float* h) const;
+  void quantize_h(int64_t rows, const float* h, const ktc_act& to) const;
+  void down(const Product& p, const ktc_act& h, float* out) const;
   void divided_gate_up(int64_t index, void* scratch) const;
-  void divided_quantize(int64_t i) const;
   void divided_down(int64_t index, void* scratch) const;
 };
 

@@ -128,43 +128,66 @@ void MoeCall::expert_task(void* context, const Task& task) {
   call_weights(o.nodes[0].gate_up[a.expert], up_blocks * o.scheme.block_bytes(call.m.h_pad_));
   gather(call, unit, o.scheme, call.m.h_pad_, local.x);
 
-  ktc_gemm_args args{};
-  args.struct_size = sizeof args;
-  args.k = call.m.h_pad_;
-  args.m_end = unit.count;
-  args.block_end = up_blocks;
-  args.n_out = width;
-  args.act = local.x;
-  args.weight = o.nodes[0].gate_up[a.expert];
-  args.out = local.h;
-  args.ld_out = row_stride(width);
+  call.gate_up({a, unit.count, 0, up_blocks, local.kernel}, local.x, local.h);
+  call_weights(o.nodes[0].down[a.expert], down_blocks * o.scheme.block_bytes(width));
+  call.quantize_h(unit.count, local.h, local.h_act);
+  call.down({a, unit.count, 0, down_blocks, local.kernel}, local.h_act,
+            call.y + unit.row * row_stride(o.hidden));
+}
+
+// The expert's own number of rows chooses the kernel, not the product's: bits must not depend on the threads.
+
+void MoeCall::gate_up(const Product& p, const ktc_act& x, float* h) const {
+  const MoeOptions& o = m.o_;
+  ktc_gemm_args args = p.args();
+  args.k = m.h_pad_;
+  args.n_out = o.nodes[0].width();
+  args.act = x;
+  args.weight = o.nodes[0].gate_up[p.active.expert];
+  args.out = h;
+  args.ld_out = row_stride(args.n_out);
   args.act_alpha = o.alpha;
   args.act_limit = o.limit;
-  args.scratch = local.kernel;
-  // The expert's own number of rows chooses, not the unit's: bits must not depend on the threads.
-  const ktc_gemm_kernel& gate_up = call.m.gate_up_[0].pick(a.count);
-  check_kernel(gate_up.gemm(&args), gate_up.name);
+  const ktc_gemm_kernel& kernel = m.gate_up_[0].pick(p.active.count);
+  check_kernel(kernel.gemm(&args), kernel.name);
+}
 
-  call_weights(o.nodes[0].down[a.expert], down_blocks * o.scheme.block_bytes(width));
-  ktc_quant_args quant{};
-  quant.struct_size = sizeof quant;
-  quant.k_valid = quant.k = width;
-  quant.ld_x = row_stride(width);
-  quant.m_end = unit.count;
-  quant.x = local.h;
-  quant.copies = 1;
-  quant.act = local.h_act;
-  check_kernel(call.m.down_store_[0].quantize()(&quant), "quantize");
+void MoeCall::quantize_h(int64_t rows, const float* h, const ktc_act& to) const {
+  const int64_t width = m.o_.nodes[0].width();
+  ktc_quant_args args{};
+  args.struct_size = sizeof args;
+  args.k_valid = args.k = width;
+  args.ld_x = row_stride(width);
+  args.m_end = rows;
+  args.x = h;
+  args.copies = 1;
+  args.act = to;
+  check_kernel(m.down_store_[0].quantize()(&args), "quantize");
+}
 
-  args.k = width;
-  args.block_end = down_blocks;
+void MoeCall::down(const Product& p, const ktc_act& h, float* out) const {
+  const MoeOptions& o = m.o_;
+  ktc_gemm_args args = p.args();
+  args.k = o.nodes[0].width();
   args.n_out = o.hidden;
+  args.act = h;
+  args.weight = o.nodes[0].down[p.active.expert];
+  args.out = out;
   args.ld_out = row_stride(o.hidden);
-  args.act = local.h_act;
-  args.weight = o.nodes[0].down[a.expert];
-  args.out = call.y + unit.row * row_stride(o.hidden);
-  const ktc_gemm_kernel& down = call.m.down_store_[0].pick(a.count);
-  check_kernel(down.gemm(&args), down.name);
+  args.act_alpha = o.alpha;
+  args.act_limit = o.limit;
+  const ktc_gemm_kernel& kernel = m.down_store_[0].pick(p.active.count);
+  check_kernel(kernel.gemm(&args), kernel.name);
+}
+
+ktc_gemm_args MoeCall::Product::args() const {
+  ktc_gemm_args args{};
+  args.struct_size = sizeof args;
+  args.m_end = rows;
+  args.block_begin = begin;
+  args.block_end = end;
+  args.scratch = scratch;
+  return args;
 }
 
 // ---- experts that all threads share: one row each ------------------------------------------------
@@ -182,60 +205,20 @@ ktc_act MoeCall::divided_act(int64_t i) const {
 }
 
 void MoeCall::divided_gate_up(int64_t index, void* scratch) const {
-  const MoeOptions& o = m.o_;
   const int64_t i = index / divided.up_pieces, piece = index % divided.up_pieces;
-  const Active& a = active[unit_count + i];
-  const int64_t width = o.nodes[0].width();
-  ktc_gemm_args args{};
-  args.struct_size = sizeof args;
-  args.k = m.h_pad_;
-  args.m_end = 1;
-  args.block_begin = piece_begin(width / 16, divided.up_pieces, piece);
-  args.block_end = piece_begin(width / 16, divided.up_pieces, piece + 1);
-  args.n_out = width;
-  args.act = token_act;
-  args.weight = o.nodes[0].gate_up[a.expert];
-  args.out = divided.h + i * row_stride(width);
-  args.ld_out = row_stride(width);
-  args.act_alpha = o.alpha;
-  args.act_limit = o.limit;
-  args.scratch = scratch;
-  const ktc_gemm_kernel& kernel = m.gate_up_[0].pick(a.count);
-  check_kernel(kernel.gemm(&args), kernel.name);
-}
-
-void MoeCall::divided_quantize(int64_t i) const {
-  const int64_t width = m.o_.nodes[0].width();
-  ktc_quant_args args{};
-  args.struct_size = sizeof args;
-  args.k_valid = args.k = width;
-  args.ld_x = row_stride(width);
-  args.m_end = 1;
-  args.x = divided.h + i * row_stride(width);
-  args.copies = 1;
-  args.act = divided_act(i);
-  check_kernel(m.down_store_[0].quantize()(&args), "quantize");
+  const int64_t width = m.o_.nodes[0].width(), blocks = width / 16;
+  gate_up({active[unit_count + i], 1, piece_begin(blocks, divided.up_pieces, piece),
+           piece_begin(blocks, divided.up_pieces, piece + 1), scratch},
+          token_act, divided.h + i * row_stride(width));
 }
 
 void MoeCall::divided_down(int64_t index, void* scratch) const {
-  const MoeOptions& o = m.o_;
   const int64_t i = index / divided.down_pieces, piece = index % divided.down_pieces;
+  const int64_t hidden = m.o_.hidden, blocks = ceil_div(hidden, 32);
   const Active& a = active[unit_count + i];
-  const int64_t blocks = ceil_div(o.hidden, 32);
-  ktc_gemm_args args{};
-  args.struct_size = sizeof args;
-  args.k = o.nodes[0].width();
-  args.m_end = 1;
-  args.block_begin = piece_begin(blocks, divided.down_pieces, piece);
-  args.block_end = piece_begin(blocks, divided.down_pieces, piece + 1);
-  args.n_out = o.hidden;
-  args.act = divided_act(i);
-  args.weight = o.nodes[0].down[a.expert];
-  args.out = y + a.row * row_stride(o.hidden);
-  args.ld_out = row_stride(o.hidden);
-  args.scratch = scratch;
-  const ktc_gemm_kernel& kernel = m.down_store_[0].pick(a.count);
-  check_kernel(kernel.gemm(&args), kernel.name);
+  down({a, 1, piece_begin(blocks, divided.down_pieces, piece),
+        piece_begin(blocks, divided.down_pieces, piece + 1), scratch},
+       divided_act(i), y + a.row * row_stride(hidden));
 }
 
 // ---- the sum ---------------------------------------------------------------------------------------

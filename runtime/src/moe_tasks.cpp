@@ -59,7 +59,8 @@ void MoeCall::gate_up_task(void* context, const Task& task) {
 void MoeCall::quantize_h_task(void* context, const Task& task) {
   const MoeCall& call = *static_cast<const MoeCall*>(context);
   if (call.by_experts) {
-    call.divided_quantize(task.index);
+    const int64_t width = call.m.o_.nodes[0].width();
+    call.quantize_h(1, call.divided.h + task.index * row_stride(width), call.divided_act(task.index));
     return;
   }
   const int64_t width = call.m.o_.nodes[task.node].width();

@@ -11,7 +11,7 @@ import click
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-VARIANTS = ("amx", "avx512vbmi", "avx512", "avxvnni", "avx2", "portable", "emulated")
+VARIANTS = ("amx", "zen4", "avx512vbmi", "avx512", "avxvnni", "avx2", "portable", "emulated")
 
 
 def engine_options(function: F) -> F:

@@ -71,7 +71,14 @@ _ALL = (
         (*_AVX512, "avx512vbmi", "amx_tile", "amx_int8", "amx_bf16"),
         "Avx512", "avx512.h", "avx512", "AmxTiles", "amx.h", "amx",
     ),
-    # Ice Lake, Zen 4 and later: the same source as avx512, which looks up codebook levels in half the instructions.
+    # Only AMD has sse4a: avx512_bf16 of Intel's CPUs multiplies at half the rate of FMA, AMD's at twice.
+    Variant(
+        "zen4",
+        (*_BASE, *_AVX512_FLAGS, "-mavx512vbmi", "-mavx512bf16"),
+        (*_AVX512, "avx512vbmi", "avx512_bf16", "sse4a"),
+        "Zen4", "zen4.h", "avx512",
+    ),
+    # Ice Lake and later: the same source as avx512, which looks up codebook levels in half the instructions.
     Variant(
         "avx512vbmi", (*_BASE, *_AVX512_FLAGS, "-mavx512vbmi"), (*_AVX512, "avx512vbmi"), "Avx512", "avx512.h", "avx512"
     ),

@@ -31,7 +31,7 @@ from ktc.perf.experts import (
 from ktc.perf.figures import Report, Row, machine, make_row
 from ktc.perf.interleave import Timing, interleave
 from ktc.perf.limits import DRAM_HUGE, Limits, Sampler, default_cpus
-from ktc.perf.shapes import ARITHMETIC, SCHEMES, MoeShape
+from ktc.perf.shapes import SCHEMES, MoeShape, arithmetic_kinds
 from ktc.progress import counted
 
 DEFAULT_TOKENS = (1, 2, 4, 8, 16, 128, 512, 1024)
@@ -200,8 +200,7 @@ def limit_kinds(data_types: Sequence[str]) -> list[str]:
     from ktc import _runtime
 
     available = _runtime.compute_kinds()
-    found = [next((k for k in ARITHMETIC[d] if k in available), None) for d in data_types]
-    return [DRAM_HUGE, *dict.fromkeys(k for k in found if k)]
+    return [DRAM_HUGE, *dict.fromkeys(k for d in data_types for k in arithmetic_kinds(d, available))]
 
 
 Measured = tuple[int, list[Timing], list["float | None"]]

@@ -34,10 +34,10 @@ MANY_TOKENS = 512
 _UNITS = {
     "amx_bf16": ("amx_bf16",),
     "amx_int8": ("amx_int8",),
-    "avx512": ("fp32_fma",),
+    "avx512": ("avx512_bf16", "fp32_fma"),
     "avx512_int8": ("avx512_vnni", "avx_vnni", "avx2_int8"),
 }
-"""Units of a profile and the limits that they are measured by: the first that the machine has. The vector units are
+"""Units of a profile and the limits that they are measured by: the highest that the machine has. The vector units are
 called after AVX-512 whatever they are."""
 
 
@@ -154,7 +154,7 @@ def peaks(limits: Limits) -> dict[str, float]:
     Raises:
         KtcError: a CPU with neither AVX2 nor AVX-512.
     """
-    rates = {unit: next((r for kind in kinds if (r := limits.rate(kind))), 0.0) for unit, kinds in _UNITS.items()}
+    rates = {unit: max(map(limits.rate, kinds)) for unit, kinds in _UNITS.items()}
     found = {unit: _round(rate / 1e12) for unit, rate in rates.items() if rate}
     if "avx512" not in found:
         raise KtcError("this CPU has neither AVX2 nor AVX-512, so there is no profile of it")

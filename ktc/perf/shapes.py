@@ -5,6 +5,7 @@ Letters: E experts, H hidden, I expert intermediate size, k experts per token, T
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ktc.errors import UsageError
@@ -109,18 +110,26 @@ class Floor:
         return "memory" if self.memory >= self.compute else "compute"
 
 
-ARITHMETIC: dict[str, tuple[str, ...]] = {
-    "int4": ("amx_int8", "avx512_vnni", "avx_vnni", "avx2_int8", "fp32_fma"),
-    "int8": ("amx_int8", "avx512_vnni", "avx_vnni", "avx2_int8", "fp32_fma"),
-    "bf16": ("amx_bf16", "fp32_fma"),
-    "fp32": ("fp32_fma",),
+_BYTES = (("amx_int8",), ("avx512_vnni",), ("avx_vnni",), ("avx2_int8",), ("fp32_fma",))
+_ARITHMETIC: dict[str, tuple[tuple[str, ...], ...]] = {
+    "int4": _BYTES,
+    "int8": _BYTES,
+    "bf16": (("amx_bf16",), ("avx512_bf16", "fp32_fma")),
+    "fp32": (("fp32_fma",),),
 }
-"""Limits that may bound a data type's arithmetic, fastest first."""
+"""Limits that may bound a data type's arithmetic, fastest first; which one of several in a place, depends on the CPU."""
+
+
+def arithmetic_kinds(data_type: str, available: Collection[str]) -> list[str]:
+    """The limits of `available` of which the highest bounds a data type's arithmetic (int4 multiplies as int8)."""
+    places = ([kind for kind in place if kind in available] for place in _ARITHMETIC[data_type])
+    return next((found for found in places if found), [])
 
 
 def arithmetic_kind(data_type: str, limits: Limits) -> str:
-    """The fastest arithmetic that this machine has for a data type (int4 multiplies as int8)."""
-    return next((kind for kind in ARITHMETIC[data_type] if limits.rate(kind) > 0), "")
+    """The fastest arithmetic that was measured for a data type, or ""."""
+    measured = [kind for kind in limits.rates if limits.rate(kind) > 0]
+    return max(arithmetic_kinds(data_type, measured), key=limits.rate, default="")
 
 
 def floor(shape: MoeShape, data_type: str, weight_bytes: float, tokens: int, limits: Limits) -> Floor:

@@ -85,6 +85,7 @@ constexpr Feature kFeatures[] = {
     {"avx_vnni", 7, 1, 'a', 4, State::kAvx},
     {"avx512_bf16", 7, 1, 'a', 5, State::kAvx512},
     {"amx_fp16", 7, 1, 'a', 21, State::kTile},
+    {"sse4a", 0x80000001, 0, 'c', 6, State::kBasic},
     {"avx_vnni_int8", 7, 1, 'd', 4, State::kAvx},
 };
 
@@ -105,7 +106,7 @@ std::vector<int> parse_cpu_list(const std::string& text) {
 }  // namespace
 
 std::vector<std::string> cpu_features() {
-  const unsigned max_leaf = cpuid(0, 0).a;
+  const unsigned max_leaf = cpuid(0, 0).a, max_extended = cpuid(0x80000000, 0).a;
   const Registers leaf1 = cpuid(1, 0);
   const bool osxsave = (leaf1.c >> 27) & 1u;
   const uint64_t xcr0 = osxsave ? read_xcr0() : 0;
@@ -116,7 +117,9 @@ std::vector<std::string> cpu_features() {
 
   std::vector<std::string> names;
   for (const Feature& f : kFeatures) {
-    if (f.leaf > max_leaf || (f.leaf == 7 && f.subleaf > max_subleaf7)) continue;
+    if (f.leaf > (f.leaf >= 0x80000000 ? max_extended : max_leaf) ||
+        (f.leaf == 7 && f.subleaf > max_subleaf7))
+      continue;
     const Registers r = cpuid(f.leaf, f.subleaf);
     const unsigned word = f.reg == 'a' ? r.a : f.reg == 'b' ? r.b : f.reg == 'c' ? r.c : r.d;
     const bool enabled = f.state == State::kBasic || (f.state == State::kAvx && avx) ||

@@ -82,7 +82,7 @@ def test_a_hash_that_is_none_is_refused(with_kernels: Path, digest: str) -> None
 def test_s14_a_variant_that_this_cpu_lacks_is_refused_before_it_is_opened(with_kernels: Path) -> None:
     # failure S14: illegal instruction on older CPUs. Here: the same machine without its AVX and AMX.
     bundle, old = open_bundle(with_kernels), replace(this_host(), features=frozenset({"sse2"}))
-    for variant in ("amx", "avx512vbmi", "avx512", "avxvnni", "avx2"):
+    for variant in ("amx", "zen4", "avx512vbmi", "avx512", "avxvnni", "avx2"):
         with pytest.raises(
             BundleError, match=rf"the {variant} kernels need .*, which this CPU does not offer"
         ) as error:

@@ -96,9 +96,10 @@ def test_s14_features_are_sets() -> None:
     assert runnable(set()) == ["portable"]
     assert runnable(set(), automatic=False) == ["portable", "emulated"]
     everything = {f for v in VARIANTS.values() for f in v.required_features}
-    assert runnable(everything) == ["amx", "avx512vbmi", "avx512", "avxvnni", "avx2", "portable"]
+    assert runnable(everything) == ["amx", "zen4", "avx512vbmi", "avx512", "avxvnni", "avx2", "portable"]
     assert runnable(everything - {"avx512_vnni"}) == ["avxvnni", "avx2", "portable"]
-    assert runnable(everything - {"amx_int8"})[0] == "avx512vbmi"
+    assert runnable(everything - {"amx_int8"})[0] == "zen4"
+    assert runnable(everything - {"amx_int8", "sse4a"})[0] == "avx512vbmi"  # Intel's avx512_bf16 is not AMD's
     assert runnable(everything - {"amx_int8", "avx512vbmi"})[0] == "avx512"
 
 

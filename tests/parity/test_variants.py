@@ -9,7 +9,7 @@ import ktc
 from tests.parity.conftest import RECIPES, error, random_ids
 from tests.parity.test_families import compare_modules, forced_routes, recorded_routes
 
-VARIANTS = ("amx", "avx512vbmi", "avx512", "avxvnni", "avx2", "portable", "emulated")
+VARIANTS = ("amx", "zen4", "avx512vbmi", "avx512", "avxvnni", "avx2", "portable", "emulated")
 NAMES = ("deepseek_v3", "gpt_oss")
 
 

@@ -74,6 +74,7 @@ def test_units_that_a_machine_lacks_are_left_out() -> None:
     assert machine_profile.peaks(rates_of(dram_huge=1.0, fp32_fma=2e12)) == {"avx512": 2.0}
     found = machine_profile.peaks(rates_of(fp32_fma=1e12, amx_int8=8e12, avx512_vnni=2e12))
     assert found == {"amx_int8": 8.0, "avx512": 1.0, "avx512_int8": 2.0}
+    assert machine_profile.peaks(rates_of(fp32_fma=5e11, avx512_bf16=1e12)) == {"avx512": 1.0}
     found = machine_profile.peaks(rates_of(fp32_fma=1e11, avx2_int8=2e11))
     assert found == {"avx512": 0.1, "avx512_int8": 0.2}
     with pytest.raises(KtcError, match="neither AVX2 nor AVX-512"):

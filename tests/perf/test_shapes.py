@@ -46,6 +46,8 @@ def test_the_fastest_arithmetic_that_was_measured_bounds() -> None:
     assert arithmetic_kind("int4", MACHINE) == "amx_int8"
     assert arithmetic_kind("int8", fake_limits(avx512_vnni=1e12, fp32_fma=1e11)) == "avx512_vnni"
     assert arithmetic_kind("bf16", fake_limits(fp32_fma=1e11)) == "fp32_fma"
+    assert arithmetic_kind("bf16", fake_limits(fp32_fma=4e11, avx512_bf16=2e11)) == "fp32_fma"  # Intel
+    assert arithmetic_kind("bf16", fake_limits(fp32_fma=5e11, avx512_bf16=1e12)) == "avx512_bf16"  # AMD
     assert arithmetic_kind("bf16", fake_limits()) == ""
     assert floor(SHAPES["v2lite"], "bf16", 1e6, 1, fake_limits(dram_huge=1e9)).compute == 0.0
 

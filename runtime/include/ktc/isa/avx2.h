@@ -30,6 +30,7 @@ struct Avx2 {
   static constexpr bool kWideInt = true; /* bytes are multiplied as 16-bit pairs: gemm_wide.h */
 #endif
   static constexpr bool kWideFloat = true;
+  static constexpr bool kDotFloat = false, kPagesByTurns = true;
   static constexpr int kWideFloatRows = 3, kWideBothHalves = 0; /* as in avx512.h */
   static constexpr int64_t kWideFloatBytes = 192 << 10, kWideFloatLeast = 24;
 

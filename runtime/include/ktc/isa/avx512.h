@@ -17,7 +17,8 @@ struct Avx512 {
   static constexpr int kIntRows = 8;
   static constexpr int kFloatRows = 4;
   static constexpr bool kWideInt = false, kWideFloat = true; /* kernels of gemm_wide.h */
-  static constexpr int kWideFloatRows = 12;                  /* rows of sums in registers ... */
+  static constexpr bool kDotFloat = false, kPagesByTurns = true;
+  static constexpr int kWideFloatRows = 12; /* rows of sums in registers ... */
   static constexpr int kWideBothHalves = 6; /* ... of 32 output rows up to so many, of 16 above */
   /* Widened activations that share L2 with weights, and rows of them that are taken in any case. */
   static constexpr int64_t kWideFloatBytes = 768 << 10, kWideFloatLeast = 12;

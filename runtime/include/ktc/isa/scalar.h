@@ -26,6 +26,8 @@ struct Scalar {
   static constexpr int kIntRows = 1;   /* rows of activations kept in registers: integer formats */
   static constexpr int kFloatRows = 1; /* the same for group scales, bf16 and fp32               */
   static constexpr bool kWideInt = false, kWideFloat = false; /* kernels of gemm_wide.h */
+  static constexpr bool kDotFloat = false;    /* `dot` of bf16 pairs: the kernels of integers for bf16 too */
+  static constexpr bool kPagesByTurns = true; /* how weights are called from DRAM: common.h */
 
   template <class T>
   static KTC_INLINE T get(const void* p) {

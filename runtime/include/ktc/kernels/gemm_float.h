@@ -27,7 +27,7 @@ KTC_INLINE void bf16_rows(const ktc_gemm_args& a, int epilogue, const uint8_t* t
     const uint8_t* xs = x + s * kTile;
 #pragma GCC unroll 4
     for (int64_t i = 0; i < 16; ++i) {
-      prefetch_pages<V>(w + 2 * i * kRowBytes, weights);
+      call_ahead<V>(w + 2 * i * kRowBytes, weights);
       F we[2], wo[2];
       for (int h = 0; h < 2; ++h) {
         const uint8_t* p = w + h * kTile + i * kRowBytes;
@@ -81,7 +81,7 @@ KTC_INLINE void fp32_rows(const ktc_gemm_args& a, int epilogue, const uint8_t* t
   for (int r = 0; r < R && r < valid; ++r) finish_float<S, V>(a, epilogue, m + r, b, acc[r][0], acc[r][1]);
 }
 
-/* Tails as in gemm_int.h. */
+/* Tails as in gemm_dot.h. */
 template <class S, class V, int R>
 KTC_INLINE void float_sweep(const ktc_gemm_args& a, int epilogue, const uint8_t* tiles, int64_t k, int64_t m,
                             int64_t b) {

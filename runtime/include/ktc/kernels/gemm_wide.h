@@ -6,7 +6,7 @@
  * widened in registers; int4 under three or more rows is unpacked to a panel of bytes once per block.
  * Sixteen output rows at a time, so that R rows of sums stay in registers.
  *
- * Sums and their order are those of gemm_int.h and gemm_float.h: the same bits.
+ * Sums and their order are those of gemm_dot.h and gemm_float.h: the same bits.
  */
 #ifndef KTC_KERNELS_GEMM_WIDE_H
 #define KTC_KERNELS_GEMM_WIDE_H

@@ -17,14 +17,22 @@ namespace ktc {
  * takes 7% longer. */
 constexpr int64_t kMultAhead = 1024;
 
-/* One source of weight lines for the vector kernels. A line is 4 k of the 32 rows of a block. */
+/* One source of weight lines for the vector kernels. A line is 4 k (of bf16: 2 k) of the 32 rows of a block;
+ * lines are read in runs that cross neither a step nor a group: `at` says where the run begins that line l
+ * of the block begins, `line` reads its i-th. */
 template <class S, class V>
 struct ByteLines {
   const uint8_t *tiles, *end;
+  struct Run {
+    const uint8_t *lines, *in_order; /* in_order: as many bytes on as have been used */
+  };
   KTC_INLINE void group(int64_t) {}
-  KTC_INLINE void line(int64_t l, typename V::B* w0, typename V::B* w1) const {
-    const uint8_t* p = tiles + (l / 16) * 2 * kTile + (l % 16) * kRowBytes;
-    prefetch_pages<V>(tiles + 2 * l * kRowBytes, end);
+  KTC_INLINE Run at(int64_t l) const {
+    return Run{tiles + (l / 16) * 2 * kTile + (l % 16) * kRowBytes, tiles + 2 * l * kRowBytes};
+  }
+  KTC_INLINE void line(const Run& run, int64_t i, typename V::B* w0, typename V::B* w1) const {
+    const uint8_t* p = run.lines + i * kRowBytes;
+    call_ahead<V>(run.in_order + 2 * i * kRowBytes, end);
     *w0 = V::bload(p);
     *w1 = V::bload(p + kTile);
   }
@@ -47,9 +55,10 @@ struct NibbleLines {
       m1 = V::load_mult(mult + g * kBlockRows + 16);
     }
   }
-  KTC_INLINE void line(int64_t l, typename V::B* w0, typename V::B* w1) const {
-    const uint8_t* p = tiles + l * kRowBytes;
-    if (!Called && l % 2 == 0) prefetch_pages<V>(p, end);
+  KTC_INLINE const uint8_t* at(int64_t l) const { return tiles + l * kRowBytes; }
+  KTC_INLINE void line(const uint8_t* run, int64_t i, typename V::B* w0, typename V::B* w1) const {
+    const uint8_t* p = run + i * kRowBytes;
+    if (!Called && i % 2 == 0) call_ahead<V>(p, end);
     if constexpr (S::kCodebook) {
       V::codebook(V::bload(p), m0, m1, w0, w1);
     } else {
@@ -78,7 +87,7 @@ KTC_INLINE void unpack_piece(const uint8_t* lines, const uint8_t* mult, int64_t 
   if constexpr (S::kMultiplier) from.group(int64_t(uint64_t(16 * i) / uint64_t(S::kGroup)));
   _Pragma("GCC unroll 4") for (int64_t l = 0; l < kUnpackLines; ++l) {
     typename V::B w0, w1;
-    from.line(l, &w0, &w1);
+    from.line(lines, l, &w0, &w1);
     V::bstore(out + l * kRowBytes, w0);
     V::bstore(out + l * kRowBytes + kTile, w1);
   }
@@ -94,9 +103,10 @@ KTC_INLINE void unpack_steps(const uint8_t* tiles, const uint8_t* mult, int64_t 
     uint8_t* out = panel + (s - s_begin) * 2 * kTile;
     for (int64_t r = 0; r < 16; r += kRun) {
       if constexpr (S::kMultiplier) lines.group((64 * s + 4 * r) / S::kGroup);
+      const uint8_t* const run = lines.at(16 * s + r);
       for (int64_t i = 0; i < kRun; ++i) {
         typename V::B w0, w1;
-        lines.line(16 * s + r + i, &w0, &w1);
+        lines.line(run, i, &w0, &w1);
         V::bstore(out + (r + i) * kRowBytes, w0);
         V::bstore(out + (r + i) * kRowBytes + kTile, w1);
       }

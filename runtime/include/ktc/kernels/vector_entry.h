@@ -3,8 +3,8 @@
 #define KTC_KERNELS_VECTOR_ENTRY_H
 
 #include "ktc/kernels/gemm_chunks.h"
+#include "ktc/kernels/gemm_dot.h"
 #include "ktc/kernels/gemm_float.h"
-#include "ktc/kernels/gemm_int.h"
 #include "ktc/kernels/gemm_wide.h"
 #include "ktc/kernels/quantize.h"
 
@@ -37,8 +37,8 @@ int vector_gemm(const ktc_gemm_args* args) {
       return KTC_OK;
     }
   }
-  if constexpr (S::kInteger) {
-    gemm_int<S, V>(*args, Epilogue);
+  if constexpr (is_dot<S, V>()) {
+    gemm_dot<S, V>(*args, Epilogue);
   } else {
     gemm_float<S, V>(*args, Epilogue);
   }

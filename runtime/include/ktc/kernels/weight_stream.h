@@ -4,6 +4,9 @@
  * line waits for the one before it in the same DRAM page and keeps its fill buffer for so long; the tile
  * loads that come from L2 need the same buffers. On one core with AMX, 96 rows against int8 weights from
  * DRAM: 48 ns per four tile products instead of 67.
+ *
+ * Where pages by turns are not the best for one row (common.h), lines are called in order for up to 16 rows
+ * too: two cores with Zen 5, bf16, 16 rows 47 GB/s instead of 41; but 32 rows 24 instead of 27.
  */
 #ifndef KTC_KERNELS_WEIGHT_STREAM_H
 #define KTC_KERNELS_WEIGHT_STREAM_H
@@ -41,7 +44,8 @@ class WeightStream {
 
  public:
   /* The weights of a task: blocks [block_begin, block_end). */
-  KTC_INLINE WeightStream(const ktc_gemm_args& a, int64_t k) {
+  KTC_INLINE WeightStream(const ktc_gemm_args& a, int64_t k)
+      : in_order_(!V::kPagesByTurns && a.m_end - a.m_begin <= 16) {
     const int64_t block_bytes = S::block_bytes(k);
     next_ = a.weight.tiles + a.block_begin * block_bytes;
     calls_ = ceil_div((a.block_end - a.block_begin) * block_bytes, kWindow) * (kWindow / kCallBytes);
@@ -70,19 +74,23 @@ class WeightStream {
   /* Prefetches may point past the end: they never fault. */
   KTC_INLINE void call() {
     if (called_ >= limit_) return;
-    V::prefetch_l2(next_);
-    V::prefetch_l2(next_ + kPage);
-    V::prefetch_l2(next_ + 2 * kPage);
-    V::prefetch_l2(next_ + 3 * kPage);
     if constexpr (S::kMultiplier) {
       V::prefetch_l2(next_mult_);
       next_mult_ += mult_step_;
     }
+    ++called_;
+    if (!V::kPagesByTurns && in_order_) {
+      for (int64_t i = 0; i < kPages; ++i) V::prefetch_l2(next_ + i * kRowBytes);
+      next_ += kCallBytes;
+      return;
+    }
+    for (int64_t i = 0; i < kPages; ++i) V::prefetch_l2(next_ + i * kPage);
     next_ += kRowBytes;
-    if ((++called_ & (kPage / kRowBytes - 1)) == 0) next_ += kWindow - kPage;
+    if ((called_ & (kPage / kRowBytes - 1)) == 0) next_ += kWindow - kPage;
   }
 
  private:
+  const bool in_order_;
   const uint8_t* next_;
   const uint8_t* next_mult_ = nullptr;
   int64_t mult_step_ = 0;

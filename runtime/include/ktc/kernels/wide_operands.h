@@ -11,7 +11,7 @@ namespace ktc {
 constexpr int64_t kWideStep = 2 * kRowBytes; /* one row of one step, widened: even k, then odd k */
 constexpr int64_t kWideMaxK = 8192;          /* longer rows take the kernels that widen nothing */
 constexpr int64_t kWideChunk = 4;            /* steps of one half before the other half follows: a window of
-                                                prefetch_pages */
+                                                call_ahead */
 constexpr int64_t kWideSweep = 32;           /* steps that all rows sweep over before the next: 64 KB, so that
                                                 these and the next ones stay in L2 whatever K is */
 
@@ -84,7 +84,7 @@ KTC_INLINE void call_lines(const uint8_t* p, const uint8_t* end) {
     V::prefetch_l2(p + kWideSweep * 2 * kTile);
     V::prefetch_l2(p + kWideSweep * 2 * kTile + kRowBytes);
   } else {
-    prefetch_pages<V>(p, end);
+    call_ahead<V>(p, end);
   }
 }
 
@@ -124,7 +124,7 @@ struct WideNibbles {
   }
   KTC_INLINE void line(int64_t l, W* w0, W* w1) const {
     const uint8_t* p = tiles + l * kRowBytes;
-    if (l % 2 == 0) prefetch_pages<V>(p, end);
+    if (l % 2 == 0) call_ahead<V>(p, end);
     typename V::B lo, hi;
     V::nibbles(V::bload(p), &lo, &hi);
     *w0 = scale[0].words(lo);

@@ -22,7 +22,7 @@ struct Avx2 {
   };
   using B = I;
 
-  static constexpr int kIntRows = 2;
+  static constexpr int kIntRows = 2, kMostIntRows = 2;
   static constexpr int kFloatRows = 1;
 #ifdef __AVXVNNI__
   static constexpr bool kWideInt = false;

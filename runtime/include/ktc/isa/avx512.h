@@ -14,7 +14,7 @@ struct Avx512 {
   using I = __m512i;
   using B = __m512i;
 
-  static constexpr int kIntRows = 8;
+  static constexpr int kIntRows = 8, kMostIntRows = 12;
   static constexpr int kFloatRows = 4;
   static constexpr bool kWideInt = false, kWideFloat = true; /* kernels of gemm_wide.h */
   static constexpr bool kDotFloat = false, kPagesByTurns = true;

@@ -41,6 +41,12 @@ KTC_INLINE void finish_dot(const ktc_gemm_args& a, int epilogue, int64_t m, int6
   }
 }
 
+/* Rows of one pass over the weights, if there are more than `kIntRows` and no more than these. */
+template <class S, class V>
+constexpr int most_dot_rows() {
+  return S::kGroupScale ? V::kFloatRows : V::kMostIntRows;
+}
+
 /* acc[r] += the products of a run of N lines from line l on with row r; x: the first row's bytes. */
 template <class V, int R, int64_t N, class A, class Lines>
 KTC_INLINE void dot_lines(A (&acc)[R][2], const Lines& lines, int64_t l, const uint8_t* x) {
@@ -50,7 +56,7 @@ KTC_INLINE void dot_lines(A (&acc)[R][2], const Lines& lines, int64_t l, const u
     for (int64_t i = first; i < first + 4; ++i) {
       typename V::B w0, w1;
       lines.line(run, i, &w0, &w1);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
         const typename V::I xv = V::iset1(load_i32(x + r * kRowBytes + 4 * i));
         acc[r][0] = V::dot(acc[r][0], w0, xv);
@@ -112,25 +118,35 @@ KTC_INLINE void dot_sweep(const ktc_gemm_args& a, int epilogue, const Lines& lin
   if constexpr (R > 1) dot_sweep<S, V, R / 2, Lines>(a, epilogue, lines, k, m, b);
 }
 
+/* All rows of a call against one block. */
+template <class S, class V, class Lines>
+KTC_INLINE void dot_block(const ktc_gemm_args& a, int epilogue, const Lines& lines, int64_t k, int64_t b) {
+  constexpr int R = S::kGroupScale ? V::kFloatRows : V::kIntRows, kMost = most_dot_rows<S, V>();
+  const int64_t rows = a.m_end - a.m_begin;
+  if constexpr (kMost > R) {
+    if (rows > R && rows <= kMost)
+      return dot_rows<S, V, kMost, Lines>(a, epilogue, lines, k, a.m_begin, b, rows);
+  }
+  dot_sweep<S, V, R>(a, epilogue, lines, k, a.m_begin, b);
+}
+
 template <class S, class V>
 KTC_NOINLINE void gemm_dot(const ktc_gemm_args& a, int epilogue) {
-  constexpr int R = S::kGroupScale ? V::kFloatRows : V::kIntRows;
   const int64_t k = S::k(a.k);
   const int64_t block_bytes = S::block_bytes(k);
   const uint8_t* const end = weights_end<S>(a, k);
   for (int64_t b = a.block_begin; b < a.block_end; ++b) {
     const uint8_t* tiles = a.weight.tiles + b * block_bytes;
     if constexpr (S::kFormat != KTC_INT4) {
-      dot_sweep<S, V, R>(a, epilogue, ByteLines<S, V>{tiles, end}, k, a.m_begin, b);
+      dot_block<S, V>(a, epilogue, ByteLines<S, V>{tiles, end}, k, b);
     } else {
       const uint8_t* mult = S::kMultiplier ? block_mult<S>(a, b, S::groups(k)) : nullptr;
-      if (a.m_end - a.m_begin > R && k <= kMaxPanelK && a.scratch) {
+      if (a.m_end - a.m_begin > most_dot_rows<S, V>() && k <= kMaxPanelK && a.scratch) {
         uint8_t* panel = static_cast<uint8_t*>(a.scratch);
         unpack_steps<S, V>(tiles, mult, 0, S::steps(k), panel);
-        dot_sweep<S, V, R>(a, epilogue, ByteLines<S, V>{panel, panel + S::steps(k) * 2 * kTile}, k, a.m_begin,
-                           b);
+        dot_block<S, V>(a, epilogue, ByteLines<S, V>{panel, panel + S::steps(k) * 2 * kTile}, k, b);
       } else {
-        dot_sweep<S, V, R>(a, epilogue, NibbleLines<S, V>(tiles, end, mult), k, a.m_begin, b);
+        dot_block<S, V>(a, epilogue, NibbleLines<S, V>(tiles, end, mult), k, b);
       }
     }
   }

@@ -32,7 +32,7 @@ int vector_gemm(const ktc_gemm_args* args) {
     }
   }
   if constexpr (is_chunked<S, V>()) {
-    if (args->scratch && args->m_end - args->m_begin > V::kIntRows) {
+    if (args->scratch && args->m_end - args->m_begin > V::kMostIntRows) {
       gemm_chunks<S, V>(*args, Epilogue);
       return KTC_OK;
     }

@@ -16,7 +16,7 @@
 
 namespace ktc {
 
-constexpr int64_t kChunkSteps = 8; /* 16 KB of operands, and 4 KB of a group's activations */
+constexpr int64_t kChunkSteps = 12; /* 24 KB of operands, and 6 KB of a group's activations */
 constexpr int64_t kChunkMaxRows = 512, kChunkRowsBytes = 1 << 20;
 
 /* Whether 2 x kIntRows sums and two lines of weights fit the registers. */

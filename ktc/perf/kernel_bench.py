@@ -35,7 +35,7 @@ from ktc.perf.shapes import SCHEMES, MoeShape, arithmetic_kinds
 from ktc.progress import counted
 
 DEFAULT_TOKENS = (1, 2, 4, 8, 16, 128, 512, 1024)
-ERROR_TOKENS = 16
+ERROR_TOKENS = 128
 PEERS = ("grouped_mm", "int4pack", "int8pack")
 _CALLS = 32
 

@@ -26,7 +26,7 @@ LEVELS: NDArray[np.int64] = (CODEBOOK[None, :] * MULTIPLIERS[:, None] + 64) >> 7
 LEVELS = np.concatenate([LEVELS, -LEVELS])
 """[selector, nibble]; selector 8 + i is selector i negated. runtime/include/ktc/codebook.h holds the same."""
 
-CHANNEL_DIVISORS = np.array([126.0, 141.0, 164.0, 214.0], np.float32)
+CHANNEL_DIVISORS = np.array([126.0, 132.0, 137.0, 146.0], np.float32)
 """Channel scale = largest weight of the row / divisor. Above 126 the largest weights clip."""
 
 STEPS = 4

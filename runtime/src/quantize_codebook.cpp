@@ -23,7 +23,7 @@ constexpr int kLimit = 160 * kSteps;  // positions are in [-kLimit, kLimit]
 constexpr int kPositions = 2 * kLimit + 1;
 constexpr int kCandidates = 4;
 // Channel scale = largest weight of the row / divisor.
-constexpr float kDivisors[kCandidates] = {126.0f, 141.0f, 164.0f, 214.0f};
+constexpr float kDivisors[kCandidates] = {126.0f, 132.0f, 137.0f, 146.0f};
 
 constexpr int kSets =
     kSelectors / 2;  // the other half is negated: its errors at x are those of the first at -x

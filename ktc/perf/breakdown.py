@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from ktc.perf.figures import machine
 from ktc.perf.interleave import interleave
 from ktc.perf.kernel_bench import Options, limit_kinds
 from ktc.perf.limits import Limits, Sampler, default_cpus
-from ktc.perf.shapes import SCHEMES, floor
+from ktc.perf.shapes import SCHEMES, floor_seconds
 from ktc.progress import counted
 
 PREFILL_TOKENS = 64
@@ -164,11 +165,12 @@ def run(options: Options, emulate_nodes: int | None = None, say: Callable[[str],
         for step, timing in zip(steps, timings, strict=True):
             seconds = timing.median
             base = first.setdefault(step.table, seconds)
-            limit = floor(shape, scheme.data_type, timing.mean_active * expert_bytes, tokens, out.limits)
+            touched = timing.mean_active * expert_bytes
+            multiple = timing.times(partial(floor_seconds, shape, scheme.data_type, touched, tokens))
             out.rows.append(
                 BreakdownRow(
                     step.table, shape.name, name, tokens, kind, step.step, step.kernel, step.scheduling, step.numa,
-                    1e3 * seconds, base / seconds, seconds / limit.seconds,
+                    1e3 * seconds, base / seconds, multiple,
                 )
             )  # fmt: skip
     return out

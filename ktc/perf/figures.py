@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from ktc.perf.experts import Contestant
 from ktc.perf.interleave import Timing
 from ktc.perf.limits import Limits
-from ktc.perf.shapes import MoeShape, floor
+from ktc.perf.shapes import MoeShape, floor, floor_seconds
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,9 @@ class Row:
 
     Attributes:
         ms, ms_p10, ms_p90: median and deciles of a call, milliseconds.
-        floor_ms, bound: the roofline of the same call and what sets it (shapes.Floor).
-        x_floor: ms / floor_ms; percent: 100 * floor_ms / ms, the share of the limit that is reached.
+        x_floor: median of the calls' multiples of their roofline (shapes.Floor), each under the limits of its round;
+            percent: 100 / x_floor, the share of the limit that is reached.
+        floor_ms, bound: ms / x_floor, the roofline behind it, and what sets it under the limits of the whole run.
         gbytes, tops: weight bytes/s in 1e9 and operations/s in 1e12 that the call amounts to.
         vs_torch: ms of torch's bf16 grouped_mm / ms, or None where it was not measured.
         error: ||out - ref|| / ||ref|| against fp32 on `ERROR_TOKENS` tokens.
@@ -76,8 +78,8 @@ def make_row(
 ) -> Row:
     """The figures of one contestant from its timing and the limits of the same run."""
     weight_bytes = timing.mean_active * contestant.expert_bytes
-    limit = floor(shape, contestant.data_type, weight_bytes, tokens, limits)
-    seconds = timing.median
+    call = (shape, contestant.data_type, weight_bytes, tokens)
+    seconds, multiple = timing.median, timing.times(partial(floor_seconds, *call))
     return Row(
         shape=shape.name,
         tokens=tokens,
@@ -87,10 +89,10 @@ def make_row(
         ms=1e3 * seconds,
         ms_p10=1e3 * timing.quantile(0.1),
         ms_p90=1e3 * timing.quantile(0.9),
-        floor_ms=1e3 * limit.seconds,
-        bound=limit.bound,
-        x_floor=seconds / limit.seconds,
-        percent=100 * limit.seconds / seconds,
+        floor_ms=1e3 * seconds / multiple,
+        bound=floor(*call, limits).bound,
+        x_floor=multiple,
+        percent=100 / multiple,
         gbytes=weight_bytes / seconds / 1e9,
         tops=shape.operations(tokens) / seconds / 1e12,
         vs_torch=torch_seconds / seconds if torch_seconds else None,

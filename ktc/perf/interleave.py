@@ -1,7 +1,8 @@
 """Time contestants against each other in one run: A B C A B C ..., medians, limits sampled in between.
 
-A machine's speed drifts by tens of percent; figures are comparable only if they were taken in turns. A turn is a
-burst of consecutive calls, as consecutive layers are in a model, each timed by itself; the call before it is not
+A machine's speed drifts by tens of percent; figures are comparable only if they were taken in turns, and a call is
+compared with the limits of its own round: what memory delivers may change by half from one minute to the next. A turn
+is a burst of consecutive calls, as consecutive layers are in a model, each timed by itself; the call before it is not
 timed, so that sleeping threads are awake. Weights are cold in every call (routing.Deck, experts.layers_for).
 """
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktc.perf.experts import Contestant
-from ktc.perf.limits import Sampler
+from ktc.perf.limits import Limits, Sampler
 from ktc.perf.routing import Dealer, Routing
 
 _BURST_SECONDS = 0.03
@@ -25,10 +26,11 @@ _MAX_BURST = 24
 
 @dataclass
 class Timing:
-    """Seconds of each timed call of one contestant, and the mean number of experts that a call touched."""
+    """Of one contestant's timed calls: seconds, experts touched, and the higher limits of before and after the round."""
 
     seconds: list[float] = field(default_factory=list)
     active: list[int] = field(default_factory=list)
+    limits: list[Limits] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -40,6 +42,14 @@ class Timing:
 
     def quantile(self, q: float) -> float:
         return float(np.quantile(self.seconds, q))
+
+    def times(self, floor: Callable[[Limits], float]) -> float:
+        """The median over calls of seconds / the floor (seconds) under the limits of the same round.
+
+        Raises:
+            ValueError: limits were not sampled.
+        """
+        return statistics.median(s / floor(limits) for s, limits in zip(self.seconds, self.limits, strict=True))
 
 
 def interleave(
@@ -57,7 +67,7 @@ def interleave(
     Args:
         inputs, routings: calls to go through in turn, f32 [T, H] each; a contestant renames experts by its own decks.
         seconds: roughly how long each contestant is timed; at least `min_rounds` rounds.
-        sampler: takes one sample of the limits per round.
+        sampler: takes one sample of the limits before and after every round.
         tick: called after every turn.
     Returns:
         one Timing per contestant, in order.
@@ -79,16 +89,23 @@ def take_turns(
     for turn in turns:
         turn.burst = min(_MAX_BURST, max(1, round(_BURST_SECONDS / max(turn.time_one(), 1e-6))))
     spent = [0.0] * len(turns)
+    round_of: list[list[int]] = [[] for _ in turns]
+    moments: list[Limits] = []
     rounds = 0
     while rounds < min_rounds or min(spent) < seconds:
         if sampler is not None:
-            sampler.sample()
+            moments.append(sampler.sample())
         for i, turn in enumerate(turns):
             if rounds >= min_rounds and spent[i] >= seconds:
                 continue
             spent[i] += turn.run(timings[i])
+            round_of[i] += [rounds] * turn.burst
             tick()
         rounds += 1
+    if sampler is not None:
+        moments.append(sampler.sample())
+        for timing, calls in zip(timings, round_of, strict=True):
+            timing.limits = [moments[r].or_higher(moments[r + 1]) for r in calls]
     return timings
 
 

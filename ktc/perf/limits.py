@@ -55,6 +55,14 @@ class Limits:
         """What all threads together can do; 0.0 for a kind that this machine does not have."""
         return self.rates[kind][self.threads].high if kind in self.rates else 0.0
 
+    def or_higher(self, other: Limits) -> Limits:
+        """For each rate the higher one of two moments."""
+        rates = {
+            kind: {n: max(rate, other.rates[kind][n], key=lambda r: r.high) for n, rate in by_threads.items()}
+            for kind, by_threads in self.rates.items()
+        }
+        return Limits(rates, self.threads, self.buffer_bytes)
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -140,8 +148,8 @@ class Sampler:
         except MemoryError as error:
             raise KtcError(f"no memory for a buffer of {self.buffer_bytes} bytes to read through") from error
 
-    def sample(self) -> None:
-        """One more round: a few samples of everything."""
+    def sample(self) -> Limits:
+        """One more round: a few samples of everything. Returns the best of them: what the machine can do now."""
         from ktc import _runtime
 
         for kind in self.kinds:
@@ -153,6 +161,9 @@ class Sampler:
                     else:
                         rate = _runtime.measure_compute(kind, cpus, self.seconds)
                     self._samples[kind][count].append(rate)
+        best = {k: {n: max(s[-_PER_ROUND:]) for n, s in by_count.items()} for k, by_count in self._samples.items()}
+        rates = {k: {n: Rate(r, r, _PER_ROUND) for n, r in by_count.items()} for k, by_count in best.items()}
+        return Limits(rates, len(self.cpus), self.buffer_bytes)
 
     def read_rate(self) -> float:
         """Bytes/s of all threads now: the best of a few samples of `dram_huge`, which are kept too."""

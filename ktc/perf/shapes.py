@@ -117,7 +117,7 @@ _ARITHMETIC: dict[str, tuple[tuple[str, ...], ...]] = {
     "bf16": (("amx_bf16",), ("avx512_bf16", "fp32_fma")),
     "fp32": (("fp32_fma",),),
 }
-"""Limits that may bound a data type's arithmetic, fastest first; which one of several in a place, depends on the CPU."""
+"""Limits that may bound a data type's arithmetic, fastest first; of several in a place it depends on the CPU."""
 
 
 def arithmetic_kinds(data_type: str, available: Collection[str]) -> list[str]:
@@ -130,6 +130,11 @@ def arithmetic_kind(data_type: str, limits: Limits) -> str:
     """The fastest arithmetic that was measured for a data type, or ""."""
     measured = [kind for kind in limits.rates if limits.rate(kind) > 0]
     return max(arithmetic_kinds(data_type, measured), key=limits.rate, default="")
+
+
+def floor_seconds(shape: MoeShape, data_type: str, weight_bytes: float, tokens: int, limits: Limits) -> float:
+    """`floor`, only how long it is."""
+    return floor(shape, data_type, weight_bytes, tokens, limits).seconds
 
 
 def floor(shape: MoeShape, data_type: str, weight_bytes: float, tokens: int, limits: Limits) -> Floor:

@@ -26,7 +26,7 @@ _MAX_BURST = 24
 
 @dataclass
 class Timing:
-    """Of one contestant's timed calls: seconds, experts touched, and the higher limits of before and after the round."""
+    """Of one contestant's timed calls: seconds, experts touched, and the higher limits of before and after a round."""
 
     seconds: list[float] = field(default_factory=list)
     active: list[int] = field(default_factory=list)

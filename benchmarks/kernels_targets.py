@@ -3,7 +3,8 @@
     python benchmarks/kernels_targets.py                      everything, several minutes on a quiet machine
     python benchmarks/kernels_targets.py --quick              the first shape only, short timings
 Every ratio comes from one interleaved run (ktc/perf); floors are made of limits measured in that run. Exit code 1 when
-a target is missed, so that a change to a kernel can be judged by a script.
+a target is missed, so that a change to a kernel can be judged by a script. Where not even a call at the machine's limit
+would be so much faster than a peer, the target is out of reach, and that is said instead.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ class Verdict:
     target: str
     figure: str
     ok: bool
+    at_floor: str = ""  # the figure of a call at the machine's limit, where that would miss the target as well
+
+    def __str__(self) -> str:
+        return "ok" if self.ok else f"out of reach: {self.at_floor} at the floor" if self.at_floor else "MISSED"
 
 
 def main() -> int:
@@ -73,12 +78,12 @@ def main() -> int:
     for run in runs:
         print(report.render(run, "md"), "\n")
     print(report.render_breakdown(choice, "md"), "\n")
-    body = [[v.what, v.target, v.figure, "ok" if v.ok else "MISSED"] for v in verdicts]
+    body = [[v.what, v.target, v.figure, str(v)] for v in verdicts]
     print(report.table(["what", "target", "here", ""], body))
     if args.save:
         record = {"runs": [run.to_json() for run in runs], "breakdown": choice.to_json(), "verdicts": body}
         args.save.write_text(json.dumps(record, indent=1))
-    return 0 if all(v.ok for v in verdicts) else 1
+    return 0 if all(v.ok or v.at_floor for v in verdicts) else 1
 
 
 def rows_of(run: figures.Report, fmt: str) -> Iterator[figures.Row]:
@@ -112,7 +117,9 @@ def against_torch(run: figures.Report, int4: str) -> Iterator[Verdict]:
         for row in rows_of(run, int4 if base == "int4" else base):
             if row.shape == "v2lite" and row.tokens == tokens and row.vs_torch is not None:
                 what = f"{row.shape} {row.name}, {tokens} tokens: x faster than grouped_mm"
-                yield Verdict(what, f">= {target:g}", f"{row.vs_torch:.2f}", row.vs_torch >= target)
+                best = row.vs_torch * row.x_floor
+                at_floor = f"{best:.1f}" if best < target else ""
+                yield Verdict(what, f">= {target:g}", f"{row.vs_torch:.2f}", row.vs_torch >= target, at_floor)
 
 
 def hybrid(choice: breakdown.Breakdown) -> Iterator[Verdict]:

@@ -35,7 +35,7 @@ def _counts(text: str) -> list[int]:
 @click.option("--kernel", default="hybrid", show_default=True, help="hybrid (by tokens per expert), amx, avx512, ...")
 @click.option("--scheduling", type=click.Choice(["dynamic", "static"]), default="dynamic", show_default=True)
 @click.option("--skew", type=click.FloatRange(min=0.0), default=0.0, show_default=True, help="Uneven expert loads.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--breakdown", is_flag=True, help="The paper's steps (v, m, d, n) and kernel choices instead.")
 @click.option("--emulate-nodes", type=click.IntRange(min=1), help="With --breakdown: deal the CPUs out to N nodes.")
 @click.option("-o", "--output", "form", type=click.Choice(["md", "csv", "json"]), default="md", show_default=True)

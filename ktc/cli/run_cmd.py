@@ -104,7 +104,7 @@ def command(
         raise click.UsageError("--stop needs a text")
     text = _prompt(_utf8(prompt), file)
     system, stop = _utf8(system), tuple(_utf8(s) or s for s in stop)
-    if text is not None and not text:
+    if text is not None and not text and bundle.exists():  # if it does not, that is said further on
         raise UsageError("the prompt is empty", "give some text with -p, -f or on stdin")
     if text is None and as_json:
         raise click.UsageError("--json needs a prompt: -p, -f or stdin")

@@ -224,8 +224,8 @@ class TextGenerator:
             raise UsageError("the prompt is empty", "give at least one token of text")
         if self.context is not None and len(prompt) > self.context:
             raise UsageError(
-                f"context full: the prompt has {len(prompt)} tokens, the model's context is {self.context}",
-                "shorten the prompt",
+                f"context full: the prompt has {len(prompt)} tokens, and there is room for {self.context}",
+                "shorten the prompt, or raise --context if that was given",
             )
 
     def _prefill(self, prompt: list[int], interrupted: threading.Event) -> tuple[int, Any]:

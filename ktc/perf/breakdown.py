@@ -87,7 +87,9 @@ def steps_for(labels: set[str]) -> tuple[list[Step], list[str]]:
     if tile:
         steps.append(Step("step", "m", "hybrid", "static", "off"))
     else:
-        notes.append("step m: this machine has no tile kernels, so the steps after it use vector kernels")
+        notes.append(
+            "step m and the choice of kernel: this machine has no tile kernels, so every step uses vector kernels"
+        )
     best = "hybrid" if tile else vector
     steps += [Step("step", "d", best, "dynamic", "off"), Step("step", "n", best, "dynamic", "tp")]
     if tile:
@@ -119,10 +121,13 @@ def run(options: Options, emulate_nodes: int | None = None, say: Callable[[str],
     tuning = load_tuning()
     out = Breakdown(about=machine(cpus) | {"format": name, "tuning": str(tuning), "nodes": nodes})
     if nodes == 1:
-        out.notes.append("step n: one NUMA node here, so it is step d once more (--emulate-nodes 2 splits the experts)")
+        out.notes.append(
+            "step n: one NUMA node here, so it is step d measured once more (--emulate-nodes 2 splits the experts)"
+        )
     elif emulate_nodes:
         out.notes.append(f"step n: {nodes} emulated nodes on the same memory show the cost of splitting, not its gain")
-    sampler = Sampler(cpus, limit_kinds([scheme.data_type]), [len(cpus)], options.probe_bytes)
+    own = list(dict.fromkeys(cpus))  # threads that share a CPU have no more than it
+    sampler = Sampler(own, limit_kinds([scheme.data_type]), [len(own)], options.probe_bytes)
     pending = []
     for shape in options.shapes:
         say(f"{shape.name}: making weights")

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktc.engine.packed import native_moe
+from ktc.errors import UsageError
 from ktc.layout import QuantScheme, round_up, split_intermediate, split_unit
 from ktc.perf.limits import l3_bytes
 from ktc.perf.routing import Routing
@@ -146,13 +147,24 @@ def kernel_library(specs: KernelSpecs, variant: str | None = None) -> Any:
     features = this_host().features
     name = variant or runnable(features)[0]
     if name in VARIANTS and (missing := set(VARIANTS[name].required_features) - features):
-        raise BuildError(f"variant {name} needs {', '.join(sorted(missing))}, which this machine does not offer")
+        raise BuildError(
+            f"variant {name} needs {', '.join(sorted(missing))}, which this machine does not offer",
+            f"variants for this CPU: {', '.join(runnable(features, automatic=False))}",
+        )
     built = build_and_say(specs, [name])[name]
     return open_library(built.path)
 
 
 def moe_plan(shape: MoeShape, scheme: QuantScheme, nodes: int) -> MoePlan:
-    """A layer of this shape as a plan would have it."""
+    """A layer of this shape as a plan would have it.
+
+    Raises:
+        UsageError: its experts cannot be split over so many nodes.
+    """
+    try:
+        splits = split_intermediate(shape.intermediate, nodes, split_unit(scheme))
+    except ValueError as error:
+        raise UsageError(f"{shape.name}: {error}") from error
     return MoePlan(
         experts=shape.experts,
         top_k=shape.top_k,
@@ -167,7 +179,7 @@ def moe_plan(shape: MoeShape, scheme: QuantScheme, nodes: int) -> MoePlan:
         group=scheme.group,
         backend="",
         n_deferred_experts=0,
-        splits=tuple(split_intermediate(shape.intermediate, nodes, split_unit(scheme))),
+        splits=tuple(splits),
     )
 
 

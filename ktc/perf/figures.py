@@ -50,12 +50,13 @@ class Row:
 
 @dataclass
 class Report:
-    """Rows, the limits per shape's run, and what everything ran on."""
+    """Rows, the limits per shape's run, what everything ran on, what was left out, and what a reader should know."""
 
     rows: list[Row] = field(default_factory=list)
     limits: dict[str, Limits] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -64,6 +65,7 @@ class Report:
             "limits": {shape: limits.to_json() for shape, limits in self.limits.items()},
             "rows": [asdict(row) for row in self.rows],
             "skipped": self.skipped,
+            "notes": self.notes,
         }
 
 

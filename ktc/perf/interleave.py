@@ -22,11 +22,13 @@ from ktc.perf.routing import Dealer, Routing
 
 _BURST_SECONDS = 0.03
 _MAX_BURST = 24
+_MOMENT_SECONDS = 0.1
+"""Rounds of so long in all share samples of the limits, which take about as long."""
 
 
 @dataclass
 class Timing:
-    """Of one contestant's timed calls: seconds, experts touched, and the higher limits of before and after a round."""
+    """Of one contestant's timed calls: seconds, experts touched, and the higher limits of before and after."""
 
     seconds: list[float] = field(default_factory=list)
     active: list[int] = field(default_factory=list)
@@ -67,7 +69,7 @@ def interleave(
     Args:
         inputs, routings: calls to go through in turn, f32 [T, H] each; a contestant renames experts by its own decks.
         seconds: roughly how long each contestant is timed; at least `min_rounds` rounds.
-        sampler: takes one sample of the limits before and after every round.
+        sampler: takes one sample of the limits before and after every round, or several short ones.
         tick: called after every turn.
     Returns:
         one Timing per contestant, in order.
@@ -89,23 +91,24 @@ def take_turns(
     for turn in turns:
         turn.burst = min(_MAX_BURST, max(1, round(_BURST_SECONDS / max(turn.time_one(), 1e-6))))
     spent = [0.0] * len(turns)
-    round_of: list[list[int]] = [[] for _ in turns]
+    moment_of: list[list[int]] = [[] for _ in turns]
     moments: list[Limits] = []
-    rounds = 0
+    sampled, rounds = 0.0, 0
     while rounds < min_rounds or min(spent) < seconds:
-        if sampler is not None:
+        if sampler is not None and (not moments or time.perf_counter() - sampled >= _MOMENT_SECONDS):
             moments.append(sampler.sample())
+            sampled = time.perf_counter()
         for i, turn in enumerate(turns):
             if rounds >= min_rounds and spent[i] >= seconds:
                 continue
             spent[i] += turn.run(timings[i])
-            round_of[i] += [rounds] * turn.burst
+            moment_of[i] += [len(moments) - 1] * turn.burst
             tick()
         rounds += 1
     if sampler is not None:
         moments.append(sampler.sample())
-        for timing, calls in zip(timings, round_of, strict=True):
-            timing.limits = [moments[r].or_higher(moments[r + 1]) for r in calls]
+        for timing, calls in zip(timings, moment_of, strict=True):
+            timing.limits = [moments[m].or_higher(moments[m + 1]) for m in calls]
     return timings
 
 

@@ -85,7 +85,8 @@ def run(options: Options, extra: Factory | None = None, say: Callable[[str], Non
     Raises:
         KtcError: unknown format or peer, no memory, no kernel for a forced choice.
     """
-    from ktc.engine.pool import get_pool
+    from ktc import _runtime
+    from ktc.engine.pool import crowded, get_pool
 
     if unknown := [f for f in options.formats if f not in SCHEMES]:
         raise UsageError(f"unknown format {unknown[0]!r}", f"one of {', '.join(SCHEMES)}")
@@ -95,6 +96,7 @@ def run(options: Options, extra: Factory | None = None, say: Callable[[str], Non
         raise UsageError("nothing to measure", "give at least one shape and positive token counts")
     report = Report()
     cpus = default_cpus(options.threads)
+    own = list(dict.fromkeys(cpus))  # threads that share a CPU have no more than it
     pool = get_pool([cpus])
     for shape in options.shapes:
         gc.collect()
@@ -105,7 +107,8 @@ def run(options: Options, extra: Factory | None = None, say: Callable[[str], Non
         contestants += extra(shape, dense) if extra else []
         if not contestants:
             raise UsageError("nothing to measure", "give at least one format or peer")
-        sampler = Sampler(cpus, limit_kinds([c.data_type for c in contestants]), [len(cpus)], options.probe_bytes)
+        kinds = limit_kinds([c.data_type for c in contestants])
+        sampler = Sampler(own, kinds, [len(own)], options.probe_bytes)
         measured = measure_shape(options, shape, dense, contestants, sampler, say)
         limits = report.limits[shape.name] = sampler.limits()
         for tokens, timings, errors in measured:
@@ -114,6 +117,7 @@ def run(options: Options, extra: Factory | None = None, say: Callable[[str], Non
             f"{shape.name}: {c.name}": c.about() for c in contestants
         }
         del contestants, sampler
+    report.notes += crowded(_runtime.numa_nodes(), options.threads)
     report.about |= machine(cpus) | {"seconds": options.seconds, "skew": options.skew, "seed": options.seed}
     return report
 
@@ -137,7 +141,7 @@ def ktc_contestants(
     say(f"{shape.name}: kernels")
     lib = kernel_library(specs, options.variant)
     tuning = load_tuning()
-    report.about |= {"variant": lib.variant, "force": options.force or "by tokens", "tuning": str(tuning)}
+    report.about |= {"variant": lib.variant, "kernels": options.force or "by tokens", "tuning": str(tuning)}
     out: list[KtcExperts] = []
     for name, scheme in schemes.items():
         say(f"{shape.name}: packing {name}")

@@ -53,7 +53,7 @@ def render(report: Report, form: str) -> str:
             )
             previous = row.tokens
         parts.append(table(header, body))
-    parts += [f"skipped: {reason}" for reason in report.skipped]
+    parts += [f"skipped: {reason}" for reason in report.skipped] + [f"note: {note}" for note in report.notes]
     return "\n\n".join(parts)
 
 
@@ -99,7 +99,7 @@ def _csv(header: list[str], body: list[list[Any]]) -> str:
 
 
 def _about(about: dict[str, Any]) -> str:
-    shown = ("cpu", "threads", "variant", "force", "tuning", "skew", "load")
+    shown = ("cpu", "threads", "variant", "format", "kernels", "tuning", "skew", "load")
     load = about.get("load", 0.0)
     warning = ""
     if load > 0.5 + about.get("threads", 1):

@@ -67,14 +67,24 @@ class TorchExperts:
         return {"torch": torch.__version__, "threads": torch.get_num_threads()}
 
 
+def _require_multiples(name: str, shape: MoeShape, of: int) -> None:
+    if shape.hidden % of or shape.intermediate % of:
+        raise KtcError(f"{name} needs dimensions that are multiples of {of}")
+
+
 class GroupedMM(TorchExperts):
-    """bf16 weights, one `grouped_mm` for gate and up of all experts and one for down."""
+    """bf16 weights, one `grouped_mm` for gate and up of all experts and one for down.
+
+    Raises:
+        KtcError: this torch has no such operation, or a dimension is not a multiple of 8 (16 bytes).
+    """
 
     def __init__(self, shape: MoeShape, experts: list[DenseExpert], layers: int) -> None:
         super().__init__("torch bf16 grouped_mm", shape, layers)
         self._mm = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
         if self._mm is None:
             raise KtcError("this torch has no grouped_mm")
+        _require_multiples(self.name, shape, 8)
         self.bits = 16.0
         self.expert_bytes = 2.0 * shape.expert_params
         e, h, i = shape.experts, shape.hidden, shape.intermediate
@@ -128,8 +138,7 @@ class Int4Pack(_Loop):
         super().__init__(f"torch int4pack g{INT4_GROUP}", shape, layers)
         if not hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu"):
             raise KtcError("this torch has no _weight_int4pack_mm_for_cpu")
-        if shape.hidden % INT4_GROUP or shape.intermediate % INT4_GROUP:
-            raise KtcError(f"{self.name} needs dimensions that are multiples of {INT4_GROUP}")
+        _require_multiples(self.name, shape, INT4_GROUP)
         packed = [{"gate_up": _int4(np.concatenate([d.gate, d.up])), "down": _int4(d.down)} for d in experts]
         self.expert_bytes = float(sum(t.nbytes for pair in packed[0].values() for t in pair))
         self.bits = 8 * self.expert_bytes / shape.expert_params
@@ -145,13 +154,15 @@ class Int8Pack(_Loop):
     """`aten::_weight_int8pack_mm`, one scale per output row, bf16 activations.
 
     Raises:
-        KtcError: this torch has no such operation.
+        KtcError: this torch has no such operation, or a dimension is not a multiple of 16 (it then reads past its
+            operands and may end the process).
     """
 
     def __init__(self, shape: MoeShape, experts: list[DenseExpert], layers: int) -> None:
         super().__init__("torch int8pack", shape, layers)
         if not hasattr(torch.ops.aten, "_weight_int8pack_mm"):
             raise KtcError("this torch has no _weight_int8pack_mm")
+        _require_multiples(self.name, shape, 16)
         packed = [{"gate_up": _int8(np.concatenate([d.gate, d.up])), "down": _int8(d.down)} for d in experts]
         self.expert_bytes = float(sum(t.nbytes for pair in packed[0].values() for t in pair))
         self.bits = 8 * self.expert_bytes / shape.expert_params

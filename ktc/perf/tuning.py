@@ -90,7 +90,7 @@ def load(path: Path | None = None) -> Tuning:
     try:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
-        return _default("not tuned: `ktc tune` measures this machine in a minute or two")
+        return _default(_untuned())
     except (OSError, ValueError) as error:
         return _default(f"{path} is unreadable: {type(error).__name__}; `ktc tune` writes it anew")
     if not isinstance(data, dict) or data.get("version") != VERSION or not _valid(data.get("min_rows")):
@@ -132,6 +132,15 @@ def _valid(min_rows: Any) -> bool:
     return isinstance(min_rows, dict) and all(
         isinstance(k, str) and k and type(v) is int and 0 <= v <= MAX_ROWS for k, v in min_rows.items()
     )
+
+
+def _untuned() -> str:
+    from ktc import host
+    from ktc.codegen.variants import VARIANTS, runnable
+
+    if any(VARIANTS[name].tile_type for name in runnable(host.this_host().features)):
+        return "not tuned: `ktc tune` measures this machine in a minute or two"
+    return "nothing to tune: this CPU has no tile kernels that vector kernels could give way to"
 
 
 def _default(source: str) -> Tuning:

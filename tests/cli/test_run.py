@@ -102,7 +102,7 @@ def test_a3_a_full_context_is_said(short_bundle: Path) -> None:
     # failure A3: aborted at the end of the context
     result = ok(run(short_bundle, "-p", "Hello", "--temperature", 0, "--stop", "\0\0"))
     assert "context full" in result.stderr
-    with pytest.raises(KtcError, match="context full: the prompt has 61 tokens, the model's context is 48"):
+    with pytest.raises(KtcError, match="context full: the prompt has 61 tokens, and there is room for 48"):
         raise run(short_bundle, "-p", "x" * 60).exception  # type: ignore[misc]
 
 

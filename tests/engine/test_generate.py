@@ -65,7 +65,7 @@ def test_a3_context_full_is_a_reason_not_a_crash(generator) -> None:
     assert out.finish_reason == "context_full" and len(PROMPT) + len(out.ids) == 64
     full = generator.generate([5] * 64, ignore_eos=True)
     assert full.finish_reason == "context_full" and full.ids == []
-    with pytest.raises(KtcError, match=r"context full: the prompt has 65 tokens, the model's context is 64"):
+    with pytest.raises(KtcError, match=r"context full: the prompt has 65 tokens, and there is room for 64"):
         generator.generate([5] * 65)
     with pytest.raises(KtcError, match="empty"):
         generator.generate([])

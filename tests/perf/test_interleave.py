@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ktc.perf import interleave
 from ktc.perf.interleave import Timing, take_turns
 from ktc.perf.limits import Limits, Rate, Sampler
 
@@ -42,13 +43,20 @@ class Reader:
         return 1.0
 
 
-def test_a_call_is_compared_with_the_limits_of_its_round() -> None:
+def test_a_call_is_compared_with_the_limits_of_its_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interleave, "_MOMENT_SECONDS", 0.0)
     memory = Memory()
     (timing,) = take_turns([Reader(memory)], 0.0, memory, min_rounds=5)  # type: ignore[list-item,arg-type]
     assert memory.rounds == 6  # one more after the last round
     assert [m.rate("dram_huge") for m in timing.limits] == [1e9] * 2 + [4e9] * 8
     # By the highest limit of the run the first calls would be 8 times their floor, by the lowest all others half of it.
     assert timing.times(lambda moment: 1e9 / moment.rate("dram_huge")) == 2.0
+
+
+def test_short_rounds_share_the_samples_of_the_limits() -> None:
+    memory = Memory()
+    (timing,) = take_turns([Reader(memory)], 0.0, memory, min_rounds=5)  # type: ignore[list-item,arg-type]
+    assert memory.rounds == 2 and len(timing.limits) == len(timing.seconds) == 10
 
 
 def test_without_limits_there_is_no_floor() -> None:

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from ktc.cli.main import cli
-from ktc.errors import KtcError
+from ktc.errors import KtcError, UsageError
 from ktc.layout import QuantScheme
 from ktc.perf import breakdown, crossover, kernel_bench, report
 from ktc.perf.experts import (
@@ -188,6 +188,21 @@ def test_the_command_prints_and_saves(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_bad_options_are_one_clear_error(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(cli, ["bench", "kernels", *arguments])
     assert isinstance(result.exception, KtcError) and message in str(result.exception)
+
+
+def test_peers_that_cannot_take_a_shape_are_skipped_by_name() -> None:
+    """int8pack reads past its operands there and may end the process."""
+    peers = ("grouped_mm", "int4pack", "int8pack")
+    options = kernel_bench.Options([parse_shape("3x100x52:3")], [1], peers=peers, formats=["bf16"], threads=1, **QUICK)
+    report = kernel_bench.run(options)
+    assert {row.name for row in report.rows} == {"ktc bf16"} and len(report.skipped) == 3
+    assert all("multiples of" in reason for reason in report.skipped)
+
+
+def test_an_expert_too_small_for_the_nodes_is_one_clear_error() -> None:
+    options = kernel_bench.Options([parse_shape("4x128x64:2")], [1], threads=1, **QUICK)
+    with pytest.raises(UsageError, match=r"4x128x64:2: intermediate size 64 .* cannot be split over 2 nodes"):
+        breakdown.run(options, emulate_nodes=2)
 
 
 def test_layers_make_the_working_set_larger_than_the_cache() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from ktc import host
 from ktc.cli.main import cli
+from ktc.codegen.variants import VARIANTS
 from ktc.errors import DiskError
 from ktc.perf import tuning
 from ktc.perf.crossover import NEVER, crossover
@@ -36,7 +39,14 @@ def test_round_trip(own_config: Path) -> None:
 
 def test_not_tuned_means_defaults() -> None:
     known = tuning.load()
-    assert not known.applied and known.min_rows == {} and "ktc tune" in known.source
+    assert not known.applied and known.min_rows == {}
+
+
+@pytest.mark.parametrize(("variant", "said"), [("amx", "not tuned: `ktc tune`"), ("zen4", "nothing to tune")])
+def test_only_tile_kernels_make_a_choice(monkeypatch: pytest.MonkeyPatch, variant: str, said: str) -> None:
+    other = replace(host.this_host(), features=frozenset(VARIANTS[variant].required_features))
+    monkeypatch.setattr(host, "this_host", lambda: other)
+    assert tuning.load().source.startswith(said)
 
 
 @pytest.mark.parametrize("field", ["cpu", "features", "cpus", "ktc", "abi"])
@@ -92,7 +102,7 @@ def test_doctor_says_what_is_in_use() -> None:
         result = CliRunner().invoke(cli, ["doctor", "--json"], catch_exceptions=False)
         return next(n for n in json.loads(result.output)["lines"] if n["name"] == "kernel choice")
 
-    assert line()["ok"] and "not tuned: `ktc tune`" in str(line()["value"])
+    assert line()["ok"] and "built-in defaults" in str(line()["value"])
     path = tuning.store({"amx:int4": 5}, {})
     assert line()["ok"] and "amx:int4 from 5" in str(line()["value"])
     change(path, fingerprint={})

@@ -95,7 +95,7 @@ KTC_INLINE void call_ahead(const uint8_t* p, const uint8_t* end) {
   const uintptr_t at = reinterpret_cast<uintptr_t>(p);
   if constexpr (!V::kPagesByTurns) {
     constexpr int64_t kLines = 4;
-    if (at % (kLines * kRowBytes) != 0) return;
+    if (at % (kLines * kRowBytes) >= 2 * kRowBytes) return; /* weights begin at any line */
     const uint8_t* const later = p + 8192 < end ? p + 8192 : p;
     for (int64_t i = 0; i < kLines; ++i) V::prefetch(later + i * kRowBytes);
     return;

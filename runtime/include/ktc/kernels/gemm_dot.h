@@ -67,10 +67,10 @@ KTC_INLINE void dot_lines(A (&acc)[R][2], const Lines& lines, int64_t l, const u
 }
 
 /* Rows m..m+R of the activations against block b; the last R - valid of them are computed (they lie in
- * the same tile) but neither scaled nor written. */
+ * the same tile) but neither scaled nor written. Never inlined: each R has the registers for itself. */
 template <class S, class V, int R, class Lines>
-KTC_INLINE void dot_rows(const ktc_gemm_args& a, int epilogue, Lines lines, int64_t k, int64_t m, int64_t b,
-                         int64_t valid) {
+KTC_NOINLINE void dot_rows(const ktc_gemm_args& a, int epilogue, Lines lines, int64_t k, int64_t m, int64_t b,
+                           int64_t valid) {
   using F = typename V::F;
   constexpr int64_t kRun = S::kRunK / S::kLineK < 16 ? S::kRunK / S::kLineK : 16; /* lines */
   const int64_t groups = S::groups(k), count = k / S::kLineK;
@@ -118,14 +118,20 @@ KTC_INLINE void dot_sweep(const ktc_gemm_args& a, int epilogue, const Lines& lin
   if constexpr (R > 1) dot_sweep<S, V, R / 2, Lines>(a, epilogue, lines, k, m, b);
 }
 
-/* All rows of a call against one block. */
+/* All rows of a call against one block. Up to `most_dot_rows` go by in one pass, of which there is one for
+ * every second count: rows that are computed in vain cost as much as others. */
 template <class S, class V, class Lines>
 KTC_INLINE void dot_block(const ktc_gemm_args& a, int epilogue, const Lines& lines, int64_t k, int64_t b) {
   constexpr int R = S::kGroupScale ? V::kFloatRows : V::kIntRows, kMost = most_dot_rows<S, V>();
   const int64_t rows = a.m_end - a.m_begin;
   if constexpr (kMost > R) {
-    if (rows > R && rows <= kMost)
+    static_assert(kMost - 2 > R, "a size between");
+    if (rows > kMost - 2 && rows <= kMost)
       return dot_rows<S, V, kMost, Lines>(a, epilogue, lines, k, a.m_begin, b, rows);
+    if (rows > R && rows <= kMost - 2)
+      return dot_rows<S, V, kMost - 2, Lines>(a, epilogue, lines, k, a.m_begin, b, rows);
+    if (rows > R / 2 && rows <= R - 2)
+      return dot_rows<S, V, R - 2, Lines>(a, epilogue, lines, k, a.m_begin, b, rows);
   }
   dot_sweep<S, V, R>(a, epilogue, lines, k, a.m_begin, b);
 }

@@ -125,8 +125,7 @@ def _decode_limit(model: Any, n_skipped: int, threads: int, about: dict[str, Any
 
     nbytes = weight_bytes_per_token(model.graph.weights.bundle, model.graph.program, n_skipped)
     about["MB a token"] = round(nbytes / 1e6, 1)
-    cpus = default_cpus(threads)
-    sampler = Sampler(cpus, [DRAM_HUGE], [len(cpus)])
+    sampler = Sampler.of_pool(default_cpus(threads), [DRAM_HUGE])
     return lambda: sampler.read_rate() / nbytes
 
 

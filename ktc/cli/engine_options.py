@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import click
 
-F = TypeVar("F", bound=Callable[..., Any])
+from ktc.codegen.variants import VARIANTS
 
-VARIANTS = ("amx", "zen4", "avx512vbmi", "avx512", "avxvnni", "avx2", "portable", "emulated")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def engine_options(function: F) -> F:
@@ -20,7 +20,7 @@ def engine_options(function: F) -> F:
         (
             click.option("--threads", type=click.IntRange(min=1), help="Threads; default: the CPUs of this process."),
             click.option(
-                "--variant", type=click.Choice(VARIANTS), help="Kernel variant; default: the best for this CPU."
+                "--variant", type=click.Choice(list(VARIANTS)), help="Kernel variant; default: the best for this CPU."
             ),
             click.option(
                 "--kernel", "force_kernel", default="", metavar="TEXT", help="Force kernels whose name holds TEXT."

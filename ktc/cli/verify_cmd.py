@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ktc.cli.engine_options import VARIANTS
+from ktc.codegen.variants import VARIANTS
 from ktc.errors import BundleError, KtcError
 from ktc.progress import format_bytes, set_verbosity
 
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @click.command("verify")
 @click.argument("bundle", type=click.Path(path_type=Path))
 @click.option("--hashes-only", is_flag=True, help="Do not run the goldens.")
-@click.option("--variant", type=click.Choice(VARIANTS), help="Kernel variant for the goldens; default: the best here.")
+@click.option(
+    "--variant", type=click.Choice(list(VARIANTS)), help="Kernel variant for the goldens; default: the best here."
+)
 @click.option(
     "--kernel-library",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -22,7 +22,7 @@ from ktc.perf.figures import machine
 from ktc.perf.interleave import interleave
 from ktc.perf.kernel_bench import Options, limit_kinds
 from ktc.perf.limits import Limits, Sampler, default_cpus
-from ktc.perf.shapes import SCHEMES, floor_seconds
+from ktc.perf.shapes import SCHEMES, floor
 from ktc.progress import counted
 
 PREFILL_TOKENS = 64
@@ -126,8 +126,7 @@ def run(options: Options, emulate_nodes: int | None = None, say: Callable[[str],
         )
     elif emulate_nodes:
         out.notes.append(f"step n: {nodes} emulated nodes on the same memory show the cost of splitting, not its gain")
-    own = list(dict.fromkeys(cpus))  # threads that share a CPU have no more than it
-    sampler = Sampler(own, limit_kinds([scheme.data_type]), [len(own)], options.probe_bytes)
+    sampler = Sampler.of_pool(cpus, limit_kinds([scheme.data_type]), options.probe_bytes)
     pending = []
     for shape in options.shapes:
         say(f"{shape.name}: making weights")
@@ -171,7 +170,7 @@ def run(options: Options, emulate_nodes: int | None = None, say: Callable[[str],
             seconds = timing.median
             base = first.setdefault(step.table, seconds)
             touched = timing.mean_active * expert_bytes
-            multiple = timing.times(partial(floor_seconds, shape, scheme.data_type, touched, tokens))
+            multiple = timing.times(partial(floor, shape, scheme.data_type, touched, tokens))
             out.rows.append(
                 BreakdownRow(
                     step.table, shape.name, name, tokens, kind, step.step, step.kernel, step.scheduling, step.numa,

@@ -9,7 +9,7 @@ from typing import Any
 from ktc.perf.experts import Contestant
 from ktc.perf.interleave import Timing
 from ktc.perf.limits import Limits
-from ktc.perf.shapes import MoeShape, floor, floor_seconds
+from ktc.perf.shapes import MoeShape, floor
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def make_row(
 ) -> Row:
     """The figures of one contestant from its timing and the limits of the same run."""
     weight_bytes = timing.mean_active * contestant.expert_bytes
-    call = (shape, contestant.data_type, weight_bytes, tokens)
-    seconds, multiple = timing.median, timing.times(partial(floor_seconds, *call))
+    roofline = partial(floor, shape, contestant.data_type, weight_bytes, tokens)
+    seconds, multiple = timing.median, timing.times(roofline)
     return Row(
         shape=shape.name,
         tokens=tokens,
@@ -92,7 +92,7 @@ def make_row(
         ms_p10=1e3 * timing.quantile(0.1),
         ms_p90=1e3 * timing.quantile(0.9),
         floor_ms=1e3 * seconds / multiple,
-        bound=floor(*call, limits).bound,
+        bound=roofline(limits).bound,
         x_floor=multiple,
         percent=100 / multiple,
         gbytes=weight_bytes / seconds / 1e9,

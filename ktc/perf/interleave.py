@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ktc.perf.experts import Contestant
 from ktc.perf.limits import Limits, Sampler
 from ktc.perf.routing import Dealer, Routing
+from ktc.perf.shapes import Floor
 
 _BURST_SECONDS = 0.03
 _MAX_BURST = 24
@@ -45,13 +46,15 @@ class Timing:
     def quantile(self, q: float) -> float:
         return float(np.quantile(self.seconds, q))
 
-    def times(self, floor: Callable[[Limits], float]) -> float:
-        """The median over calls of seconds / the floor (seconds) under the limits of the same round.
+    def times(self, roofline: Callable[[Limits], Floor]) -> float:
+        """How many times its floor a call took under the limits of its round: the median over calls.
 
         Raises:
             ValueError: limits were not sampled.
         """
-        return statistics.median(s / floor(limits) for s, limits in zip(self.seconds, self.limits, strict=True))
+        return statistics.median(
+            s / roofline(limits).seconds for s, limits in zip(self.seconds, self.limits, strict=True)
+        )
 
 
 def interleave(

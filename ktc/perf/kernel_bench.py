@@ -96,7 +96,6 @@ def run(options: Options, extra: Factory | None = None, say: Callable[[str], Non
         raise UsageError("nothing to measure", "give at least one shape and positive token counts")
     report = Report()
     cpus = default_cpus(options.threads)
-    own = list(dict.fromkeys(cpus))  # threads that share a CPU have no more than it
     pool = get_pool([cpus])
     for shape in options.shapes:
         gc.collect()
@@ -107,8 +106,7 @@ def run(options: Options, extra: Factory | None = None, say: Callable[[str], Non
         contestants += extra(shape, dense) if extra else []
         if not contestants:
             raise UsageError("nothing to measure", "give at least one format or peer")
-        kinds = limit_kinds([c.data_type for c in contestants])
-        sampler = Sampler(own, kinds, [len(own)], options.probe_bytes)
+        sampler = Sampler.of_pool(cpus, limit_kinds([c.data_type for c in contestants]), options.probe_bytes)
         measured = measure_shape(options, shape, dense, contestants, sampler, say)
         limits = report.limits[shape.name] = sampler.limits()
         for tokens, timings, errors in measured:

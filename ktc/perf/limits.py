@@ -7,6 +7,7 @@ file decides what is sampled, how often, and what a sample becomes. Not here: ro
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,6 +38,12 @@ class Rate:
     def of(cls, samples: list[float]) -> Rate:
         ordered = sorted(samples)
         return cls(ordered[(len(ordered) - 1) * 9 // 10], statistics.median(samples), len(samples))
+
+    @classmethod
+    def best_of_last(cls, samples: list[float]) -> Rate:
+        """Of the last round alone."""
+        best = max(samples[-_PER_ROUND:])
+        return cls(best, best, _PER_ROUND)
 
 
 @dataclass(frozen=True)
@@ -148,6 +155,12 @@ class Sampler:
         except MemoryError as error:
             raise KtcError(f"no memory for a buffer of {self.buffer_bytes} bytes to read through") from error
 
+    @classmethod
+    def of_pool(cls, cpus: list[int], kinds: list[str], buffer_bytes: int | None = None) -> Sampler:
+        """What a pool on these CPUs can do, all of them together. Threads that share a CPU have no more than it."""
+        own = list(dict.fromkeys(cpus))
+        return cls(own, kinds, [len(own)], buffer_bytes)
+
     def sample(self) -> Limits:
         """One more round: a few samples of everything. Returns the best of them: what the machine can do now."""
         from ktc import _runtime
@@ -161,9 +174,7 @@ class Sampler:
                     else:
                         rate = _runtime.measure_compute(kind, cpus, self.seconds)
                     self._samples[kind][count].append(rate)
-        best = {k: {n: max(s[-_PER_ROUND:]) for n, s in by_count.items()} for k, by_count in self._samples.items()}
-        rates = {k: {n: Rate(r, r, _PER_ROUND) for n, r in by_count.items()} for k, by_count in best.items()}
-        return Limits(rates, len(self.cpus), self.buffer_bytes)
+        return self._limits(Rate.best_of_last)
 
     def read_rate(self) -> float:
         """Bytes/s of all threads now: the best of a few samples of `dram_huge`, which are kept too."""
@@ -175,7 +186,10 @@ class Sampler:
         """What the samples so far amount to; takes one if there is none."""
         if not next(iter(self._samples.values()))[self.counts[0]]:
             self.sample()
-        rates = {k: {n: Rate.of(s) for n, s in by_count.items()} for k, by_count in self._samples.items()}
+        return self._limits(Rate.of)
+
+    def _limits(self, rate: Callable[[list[float]], Rate]) -> Limits:
+        rates = {k: {n: rate(s) for n, s in by_count.items()} for k, by_count in self._samples.items()}
         return Limits(rates, len(self.cpus), self.buffer_bytes)
 
 

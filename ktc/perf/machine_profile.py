@@ -103,9 +103,8 @@ def measure_machine(
     with _memory_on(cpus):
         say("memory, arithmetic and kernels of a socket")
         # Limits are sampled between the calls that are held against them: a machine's speed drifts.
-        sampler = Sampler(
-            cpus, [DRAM_HUGE, *(kind for kinds in _UNITS.values() for kind in kinds)], [len(cpus)], buffer_bytes
-        )
+        kinds = [DRAM_HUGE, *(kind for of_unit in _UNITS.values() for kind in of_unit)]
+        sampler = Sampler.of_pool(cpus, kinds, buffer_bytes)
         timed = _time_kernels(formats, shape, cpus, sampler, seconds, working_set, say)
         limits = sampler.limits()
     local = limits.rate(DRAM_HUGE)
@@ -235,7 +234,7 @@ def _time_kernels(
 def _remote(cpus: list[int], others: list[int], buffer_bytes: int | None) -> float:
     """Bytes/s that `cpus` read from memory that belongs to the CPUs of another node."""
     with _memory_on(others):
-        sampler = Sampler(cpus, [DRAM_HUGE], [len(cpus)], buffer_bytes)
+        sampler = Sampler.of_pool(cpus, [DRAM_HUGE], buffer_bytes)
     for _ in range(ROUNDS):
         sampler.sample()
     return sampler.limits().rate(DRAM_HUGE)

@@ -132,11 +132,6 @@ def arithmetic_kind(data_type: str, limits: Limits) -> str:
     return max(arithmetic_kinds(data_type, measured), key=limits.rate, default="")
 
 
-def floor_seconds(shape: MoeShape, data_type: str, weight_bytes: float, tokens: int, limits: Limits) -> float:
-    """`floor`, only how long it is."""
-    return floor(shape, data_type, weight_bytes, tokens, limits).seconds
-
-
 def floor(shape: MoeShape, data_type: str, weight_bytes: float, tokens: int, limits: Limits) -> Floor:
     """The roofline of one call.
 

@@ -85,8 +85,8 @@ constexpr Feature kFeatures[] = {
     {"avx_vnni", 7, 1, 'a', 4, State::kAvx},
     {"avx512_bf16", 7, 1, 'a', 5, State::kAvx512},
     {"amx_fp16", 7, 1, 'a', 21, State::kTile},
-    {"sse4a", 0x80000001, 0, 'c', 6, State::kBasic},
     {"avx_vnni_int8", 7, 1, 'd', 4, State::kAvx},
+    {"sse4a", 0x80000001, 0, 'c', 6, State::kBasic},
 };
 
 std::vector<int> parse_cpu_list(const std::string& text) {
@@ -117,9 +117,8 @@ std::vector<std::string> cpu_features() {
 
   std::vector<std::string> names;
   for (const Feature& f : kFeatures) {
-    if (f.leaf > (f.leaf >= 0x80000000 ? max_extended : max_leaf) ||
-        (f.leaf == 7 && f.subleaf > max_subleaf7))
-      continue;
+    const unsigned last_leaf = f.leaf < 0x80000000 ? max_leaf : max_extended;
+    if (f.leaf > last_leaf || (f.leaf == 7 && f.subleaf > max_subleaf7)) continue;
     const Registers r = cpuid(f.leaf, f.subleaf);
     const unsigned word = f.reg == 'a' ? r.a : f.reg == 'b' ? r.b : f.reg == 'c' ? r.c : r.d;
     const bool enabled = f.state == State::kBasic || (f.state == State::kAvx && avx) ||

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from ktc import _runtime
+from ktc.codegen.variants import VARIANTS
 from ktc.layout import QuantScheme
 from ktc.perf.experts import DenseExpert, KtcExperts, KtcWeights, random_experts, reference
 from ktc.perf.routing import Routing, draw
 from ktc.perf.shapes import SCHEMES, MoeShape
 from tests.runtime.layers import Layer, run
 
-VARIANTS = ("amx", "zen4", "avx512vbmi", "avx512", "avxvnni", "avx2", "portable", "emulated")
 DEEPSEEK_V3 = MoeShape("DeepSeek-V3", 8, 7168, 2048, 8, "experts of its shape, a few of them")
 PEER_BOUNDS = {"int4": 0.20, "int8": 0.05, "bf16": 0.02}
 """mean |out - ref| / mean |ref| that kt-kernel's tests allow its experts on this shape and these inputs (int4: in

@@ -7,6 +7,7 @@ import pytest
 from ktc.perf import interleave
 from ktc.perf.interleave import Timing, take_turns
 from ktc.perf.limits import Limits, Rate, Sampler
+from ktc.perf.shapes import Floor
 
 
 def limits(rate: float) -> Limits:
@@ -27,19 +28,17 @@ class Memory:
 class Reader:
     """Stands where a Turn does: reads 1 GB at half of what memory delivers, twice a turn."""
 
-    burst = 2
+    burst = 1
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
 
     def time_one(self) -> float:
-        self.burst = 2
-        return 1.0
+        return 0.015  # two of them are a burst
 
     def run(self, timing: Timing) -> float:
-        self.burst = 2
-        timing.seconds += [2.0 if self.memory.rounds <= 2 else 0.5] * 2
-        timing.active += [1] * 2
+        timing.seconds += [2.0 if self.memory.rounds <= 2 else 0.5] * self.burst
+        timing.active += [1] * self.burst
         return 1.0
 
 
@@ -50,7 +49,7 @@ def test_a_call_is_compared_with_the_limits_of_its_round(monkeypatch: pytest.Mon
     assert memory.rounds == 6  # one more after the last round
     assert [m.rate("dram_huge") for m in timing.limits] == [1e9] * 2 + [4e9] * 8
     # By the highest limit of the run the first calls would be 8 times their floor, by the lowest all others half of it.
-    assert timing.times(lambda moment: 1e9 / moment.rate("dram_huge")) == 2.0
+    assert timing.times(lambda moment: Floor(1e9 / moment.rate("dram_huge"), 0.0)) == 2.0
 
 
 def test_short_rounds_share_the_samples_of_the_limits() -> None:
@@ -62,7 +61,7 @@ def test_short_rounds_share_the_samples_of_the_limits() -> None:
 def test_without_limits_there_is_no_floor() -> None:
     (timing,) = take_turns([Reader(Memory())], 0.0)  # type: ignore[list-item]
     with pytest.raises(ValueError):
-        timing.times(lambda moment: 1.0)
+        timing.times(lambda moment: Floor(1.0, 0.0))
 
 
 def test_the_higher_of_two_moments_is_taken_rate_by_rate() -> None:

@@ -24,8 +24,8 @@ struct Scalar {
   using B = uint8_t __attribute__((vector_size(64)));
 
   static constexpr int kIntRows = 1;     /* rows of activations kept in registers: integer formats */
-  static constexpr int kMostIntRows = 1; /* as many in one pass, if there are no more rows than that */
   static constexpr int kFloatRows = 1;   /* the same for group scales, bf16 and fp32               */
+  static constexpr int kMostIntRows = 1; /* of integers in one pass, if there are no more rows than that */
   static constexpr bool kWideInt = false, kWideFloat = false; /* kernels of gemm_wide.h */
   static constexpr bool kDotFloat = false;    /* `dot` of bf16 pairs: the kernels of integers for bf16 too */
   static constexpr bool kPagesByTurns = true; /* how weights are called from DRAM: common.h */

@@ -44,8 +44,12 @@ Linear::Linear(std::shared_ptr<KernelLib> lib, std::shared_ptr<Pool> pool, int64
 }
 
 void Linear::forward(const float* x, int64_t ld_x, int64_t m, float* y, int64_t ld_y) {
+  wait(submit(x, ld_x, m, y, ld_y));
+}
+
+Job* Linear::submit(const float* x, int64_t ld_x, int64_t m, float* y, int64_t ld_y) {
   if (m < 0) throw std::invalid_argument("negative row count");
-  if (m == 0) return;
+  if (m == 0) return nullptr;
   const int64_t chunks = ceil_div(m, kRowChunk);
   const int64_t max_rows = round_up(std::min(m, kRowChunk), 16);
   const int64_t tile_bytes = max_rows / 16 * scheme_.steps(k_pad_) * 1024;
@@ -78,6 +82,16 @@ void Linear::forward(const float* x, int64_t ld_x, int64_t m, float* y, int64_t 
       plan_chunk(calls[c], *job, quantize_phase, gemm_phase);
     }
     pool_->submit(job);
+  } catch (...) {
+    pool_->release(job);
+    throw;
+  }
+  return job;
+}
+
+void Linear::wait(Job* job) {
+  if (job == nullptr) return;
+  try {
     pool_->wait(job);
   } catch (...) {
     pool_->release(job);
@@ -96,7 +110,13 @@ void Linear::plan_chunk(Call& call, Job& job, int quantize_phase, int gemm_phase
   const int64_t cost = block_cost(block_bytes, call.rows);
   const int64_t target = std::max(blocks_ * cost / (threads * kTasksPerThread), kMinTaskCost);
   const int64_t l2_pieces = std::min(blocks_, ceil_div(blocks_ * block_bytes, kPanelBytes));
-  call.block_pieces = std::max(pieces_for(blocks_, cost, target), l2_pieces);
+  call.block_pieces = pieces_for(blocks_, cost, target);
+  if (call.rows <= kFewRows) {
+    const int64_t long_calls =
+        std::max<int64_t>(blocks_ * block_bytes / kFewRowsBytes / threads, 1) * threads;
+    call.block_pieces = std::min({call.block_pieces, long_calls, threads * kFewRowsTasks});
+  }
+  call.block_pieces = std::max(call.block_pieces, l2_pieces);
   // Few columns but many rows (a small output layer in a long prefill): share the rows too.
   const int64_t row_units = ceil_div(call.rows, 32);
   call.row_pieces = std::clamp<int64_t>(blocks_ * cost / (call.block_pieces * target), 1, row_units);

@@ -18,6 +18,10 @@ class Linear {
 
   // x f32 [m, k] with row stride ld_x, y f32 [m, n] with row stride ld_y. m = 0 does nothing.
   void forward(const float* x, int64_t ld_x, int64_t m, float* y, int64_t ld_y);
+  // The same in two halves, so that the threads that are done with one linear begin the next: x and y must
+  // stay until `wait`, which must follow, once. Null for m = 0.
+  Job* submit(const float* x, int64_t ld_x, int64_t m, float* y, int64_t ld_y);
+  void wait(Job* job);
 
   const KernelChoice& kernels() const { return kernels_; }
   const Pool& pool() const { return *pool_; }

@@ -15,6 +15,9 @@ constexpr int64_t kCallBytes = 256 << 10;
 // The same where few experts are left over, behind which whole ones follow: a call of the kernel begins
 // slowly.
 constexpr int64_t kDividedTasks = 2;
+// A linear with so few rows takes as long as its weights take to arrive: so many tasks a thread at most, and
+// weight bytes of each at least, where that leaves a task for each thread.
+constexpr int64_t kFewRows = 16, kFewRowsTasks = 2, kFewRowsBytes = 64 << 10;
 // Cost (bytes read, see block_cost) below which a task is not worth sharing.
 constexpr int64_t kMinTaskCost = 32 << 10;
 // Elements that one thread converts faster than others could be woken.

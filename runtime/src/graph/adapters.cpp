@@ -14,9 +14,10 @@ namespace {
 class PackedLinearAdapter final : public PackedLinear {
  public:
   explicit PackedLinearAdapter(std::shared_ptr<ktc::Linear> linear) : linear_(std::move(linear)) {}
-  void forward(const float* x, int64_t ld_x, int64_t rows, float* y, int64_t ld_y) override {
-    linear_->forward(x, ld_x, rows, y, ld_y);
+  void* submit(const float* x, int64_t ld_x, int64_t rows, float* y, int64_t ld_y) override {
+    return linear_->submit(x, ld_x, rows, y, ld_y);
   }
+  void wait(void* ticket) override { linear_->wait(static_cast<Job*>(ticket)); }
 
  private:
   std::shared_ptr<ktc::Linear> linear_;

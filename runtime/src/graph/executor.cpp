@@ -99,7 +99,10 @@ void Executor::add(const NodeSpec& spec) {
   check(spec.inputs, buffers_.size());
   check(spec.outputs, buffers_.size());
   check(spec.states, states_.size());
+  const int linear_input = spec.op == "linear" && spec.linear ? spec.inputs.at(0) : -1;
   nodes_.push_back(make_node(spec, *this));
+  if (linear_input >= 0 && linear_input == linear_input_) nodes_[nodes_.size() - 2]->followed();
+  linear_input_ = linear_input;
   names_.push_back(spec.op + " " + spec.name);
   auto it = std::find(ops_.begin(), ops_.end(), spec.op);
   if (it == ops_.end()) {
@@ -126,9 +129,9 @@ void Executor::step(const int64_t* ids, int64_t rows, int64_t position, bool dec
                               std::to_string(options_.vocab));
   const auto layout =
       std::find_if(layouts_.begin(), layouts_.end(), [&](const Layout& l) { return rows <= l.max_rows; });
-  const Step step{ids,    rows,       position,        logit_rows,
-                  decode, logits,     arena_,          layout->offsets.data(),
-                  table_, &parallel_, options_.trivial};
+  const Step step{ids,    rows,       position,         logit_rows,
+                  decode, logits,     arena_,           layout->offsets.data(),
+                  table_, &parallel_, options_.trivial, hook_ == nullptr};
   size_t i = 0;
   try {
     if (hook_ != nullptr) {
@@ -150,7 +153,9 @@ void Executor::step(const int64_t* ids, int64_t rows, int64_t position, bool dec
     }
   } catch (const std::runtime_error& error) {
     mailbox_.drain();
-    throw std::runtime_error(names_[i] + " at position " + std::to_string(position) + ": " + error.what());
+    const auto* const other = dynamic_cast<const NodeError*>(&error);
+    throw std::runtime_error((other != nullptr ? other->name : names_[i]) + " at position " +
+                             std::to_string(position) + ": " + error.what());
   } catch (...) {  // an exception of a callback stays what it is
     mailbox_.drain();
     throw;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "graph/experts.h"
+#include "graph/mailbox.h"
 #include "graph/table_file.h"
 #include "ops/attention.h"
 #include "ops/ops.h"
@@ -23,7 +24,9 @@ namespace ktc::graph {
 // A dense linear on packed tiles, as the runtime's Linear offers it.
 struct PackedLinear {
   virtual ~PackedLinear() = default;
-  virtual void forward(const float* x, int64_t ld_x, int64_t rows, float* y, int64_t ld_y) = 0;
+  // x and y stay the caller's until `wait`, which follows once and rethrows what a worker threw.
+  virtual void* submit(const float* x, int64_t ld_x, int64_t rows, float* y, int64_t ld_y) = 0;
+  virtual void wait(void* ticket) = 0;
 };
 
 // A module that stays outside the native operators: rows of x in, rows of y out.
@@ -87,6 +90,7 @@ struct Step {
   const ops::Table* table;
   const ops::Parallel* parallel;
   bool trivial;
+  bool together;  // a node may leave its end to the next one (Node::followed)
 
   template <class T = float>
   T* at(int buffer) const {
@@ -100,6 +104,8 @@ class Node {
  public:
   virtual ~Node() = default;
   virtual void run(const Step& step) = 0;
+  // The node after this one is a linear too, of the same rows, on packed tiles: the two may run together.
+  virtual void followed() {}
   // Takes over changed options; throws std::invalid_argument, and nothing has changed, if they do not fit.
   virtual void configure(const Options&) {}
 };
@@ -179,6 +185,7 @@ class Executor {
   std::vector<int64_t> op_ns_, op_calls_;
   bool profiling_ = false;
   StepHook* hook_ = nullptr;
+  int linear_input_ = -1;  // of the node added last, if that is a packed linear
 };
 
 // nodes.cpp: the node for a specification; throws std::invalid_argument for an unknown operator.

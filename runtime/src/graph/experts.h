@@ -1,4 +1,4 @@
-// The routed experts of one layer as the graph sees them, and the mailbox that carries deferred ones.
+// The routed experts of one layer as the graph sees them.
 #pragma once
 
 #include <cstdint>
@@ -19,25 +19,6 @@ struct Experts {
   // Waits, then writes out [rows][hidden]; rethrows what a worker threw.
   virtual void collect(int64_t ticket, float* out, int64_t rows) = 0;
   int64_t experts = 0, top_k = 0, hidden = 0;
-};
-
-// Outstanding tickets of a step: the current layer's immediate experts, and the deferred experts of the
-// last MoE layer, which the next one's collect adds. Drained if a step fails.
-struct Mailbox {
-  struct Ticket {
-    Experts* experts = nullptr;
-    int64_t id = 0, rows = 0;
-    explicit operator bool() const { return experts != nullptr; }
-  };
-  Ticket immediate;
-  Ticket deferred;           // of an earlier layer, due at the next collect
-  Ticket posted;             // deferred by the current layer, due one collect later
-  std::vector<int64_t> ids;  // slots sorted by weight, [rows][top_k]
-  std::vector<float> weights;
-  std::vector<float> scratch;  // [hidden]: a deferred row
-
-  // Collects and drops whatever is outstanding; never throws.
-  void drain() noexcept;
 };
 
 // Experts from unpacked matrices in the layout of Hugging Face's containers: the oracle, and what runs a MoE

@@ -101,14 +101,19 @@ class RmsNorm final : public Node {
 
 class Linear final : public Node {
  public:
-  Linear(const NodeSpec& s, Rows rows)
-      : rows_(rows),
+  Linear(const NodeSpec& s, Rows rows, Executor& e)
+      : name_(s.op + " " + s.name),
+        mail_(e.mailbox()),
+        rows_(rows),
         x_(input(s, 0)),
         y_(output(s)),
         n_(integer(s, "n")),
         k_(integer(s, "k")),
         packed_(s.linear) {
-    if (packed_) return;
+    if (packed_) {
+      mail_.linears.reserve(8);
+      return;
+    }
     weight_ = s.need("weight").matrix();
     if (const WeightRef* b = s.weight("bias")) bias_ = b->f32("bias");
   }
@@ -118,13 +123,16 @@ class Linear final : public Node {
       return;
     }
     const int64_t rows = st.rows_of(rows_);
-    if (packed_)
-      packed_->forward(st.at(x_), k_, rows, st.at(y_), n_);
-    else
-      dense(st, st.at(x_), rows, k_, weight_, n_, bias_, st.at(y_));
+    if (!packed_) return dense(st, st.at(x_), rows, k_, weight_, n_, bias_, st.at(y_));
+    mail_.linears.push_back({packed_.get(), packed_->submit(st.at(x_), k_, rows, st.at(y_), n_), &name_});
+    if (!followed_ || !st.together) mail_.finish_linears();
   }
+  void followed() override { followed_ = true; }
 
  private:
+  const std::string name_;
+  Mailbox& mail_;
+  bool followed_ = false;
   Rows rows_;
   int x_, y_;
   int64_t n_, k_;
@@ -269,7 +277,7 @@ std::unique_ptr<Node> make_node(const NodeSpec& s, Executor& e) {
   if (s.op == "embed") return std::make_unique<Embed>(s);
   if (s.op == "rope_table") return std::make_unique<RopeTable>(s);
   if (s.op == "rms_norm") return std::make_unique<RmsNorm>(s, rows);
-  if (s.op == "linear") return std::make_unique<Linear>(s, rows);
+  if (s.op == "linear") return std::make_unique<Linear>(s, rows, e);
   if (s.op == "silu_mul") return std::make_unique<SiluMul>(s);
   if (s.op == "sigmoid_mul") return std::make_unique<SigmoidMul>(s);
   if (s.op == "last_rows") return std::make_unique<LastRows>(s);

@@ -128,19 +128,6 @@ class Collect final : public Node {
 
 }  // namespace
 
-void Mailbox::drain() noexcept {
-  for (Ticket* t : {&immediate, &deferred, &posted}) {
-    if (!*t) continue;
-    const Ticket ticket = *t;
-    *t = {};
-    try {
-      std::vector<float> sink(static_cast<size_t>(ticket.rows * ticket.experts->hidden));
-      ticket.experts->collect(ticket.id, sink.data(), ticket.rows);
-    } catch (...) {  // the first error is already on its way to the caller
-    }
-  }
-}
-
 std::unique_ptr<Node> make_moe_submit(const NodeSpec& s, Executor& e) {
   if (s.experts && s.experts->top_k > Submit::kMaxTopK)
     throw std::invalid_argument(s.name + ": top_k above " + std::to_string(Submit::kMaxTopK));

@@ -10,10 +10,21 @@ namespace ktc::ops {
 namespace {
 
 constexpr int64_t kMaxTasks = 64;    // of a call whose keys are split
+constexpr int64_t kSplitKeys = 16;   // a part's keys are a multiple: of softmax's lanes
 constexpr int64_t kMlaPairs = 2048;  // query rows x heads of MLA alive at a time
 constexpr int64_t kSerialWork = 1 << 15;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Few tiles (decode): the keys of a tile are cut into parts of four blocks or fewer, as many as a power of
+// two if there may be so many, and equally long, so that an even number of threads has equally much to do.
+// base * splits <= base + kMaxTasks / 2 <= kMaxTasks.
+int64_t key_splits(int64_t keys, int64_t base) {
+  const int64_t most = base >= kMaxTasks / 2 ? 1 : kMaxTasks / 2 / base;
+  int64_t splits = 1;
+  while (splits < most && splits * 4 * kKeyBlock < keys) splits *= 2;
+  return std::min(splits, most);
+}
 
 const Tiles* tiles_for(const Table& table, Prefill prefill, int64_t rows) {
   if (prefill == Prefill::kRows || rows < kTileRows) return nullptr;
@@ -47,11 +58,8 @@ void attention(const Table& table, const Parallel& parallel, const AttentionCall
   const int64_t end = c.position + c.rows;
   const int64_t begin =
       c.window > 0 ? std::max<int64_t>(0, c.position - c.window + 1) / kKeyBlock * kKeyBlock : 0;
-  const int64_t blocks = ceil_div(end - begin, kKeyBlock);
-  // Few tiles (decode): split the keys. base * splits <= base + kMaxTasks / 2 <= kMaxTasks.
-  int64_t splits = base >= kMaxTasks / 2 ? 1 : std::min(ceil_div(blocks, 4), kMaxTasks / 2 / base);
-  splits = std::max<int64_t>(splits, 1);
-  const int64_t per_split = ceil_div(blocks, splits) * kKeyBlock;
+  const int64_t splits = key_splits(end - begin, base);
+  const int64_t per_split = ceil_div(ceil_div(end - begin, splits), kSplitKeys) * kSplitKeys;
   const int64_t slot_floats = kPairTile * (c.dv + 2);
   float* const all_scores = c.scratch + std::max<int64_t>(kMaxTasks, parallel.threads) * slot_floats;
   const bool serial = pairs * c.kv_heads * (end - begin) * (c.dk + c.dv) < kSerialWork;

@@ -323,6 +323,12 @@ void linears(const std::shared_ptr<ktc::KernelLib>& lib, int rounds) {
       for (int i = 0; i < rounds; ++i) {
         linear.forward(x.data(), 128, m, got.data(), 90);
         require(got == want, "linear differs");
+        std::vector<float> ahead(m * 90), behind(m * 90);  // two at once, the later one waited for first
+        ktc::Job* const first = linear.submit(x.data(), 128, m, ahead.data(), 90);
+        ktc::Job* const second = linear.submit(x.data(), 128, m, behind.data(), 90);
+        linear.wait(second);
+        linear.wait(first);
+        require(ahead == want && behind == want, "linears together differ");
       }
     });
   }

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.parity.conftest import best_variant, checkpoint, folder  # noqa: F401 - fixtures
-from tests.runtime.conftest import compile_lib, reference_lib, reference_path  # noqa: F401 - fixtures
+from tests.runtime.conftest import reference_lib, reference_path  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).parents[2]
 # Experts and linears per data type; everything else follows the model to cuda:0.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -101,6 +102,7 @@ def command(
     models = {kind: _load(bundle, kind, verbose, given, options) for kind in kinds}
 
     from ktc.engine.bench import measure, render
+    from ktc.perf.report import busy_note
 
     model = next(iter(models.values()))
     report = model.ktc_report
@@ -115,7 +117,10 @@ def command(
     if hasattr(model, "attention"):
         about["attention"] = model.attention
     limit = _decode_limit(models["on"], n_skipped, sum(report.threads), about) if roofline else None
+    load = os.getloadavg()[0]  # before: what is measured adds to it
     click.echo(render(measure(models, prompt, decode, repetitions, limit), about, form))
+    if busy := busy_note(load, sum(report.threads)):
+        click.echo(f"ktc: note: {busy}", err=True)
 
 
 def _decode_limit(model: Any, n_skipped: int, threads: int, about: dict[str, Any]) -> Callable[[], float]:

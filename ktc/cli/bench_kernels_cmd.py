@@ -7,18 +7,15 @@ from pathlib import Path
 
 import click
 
+from ktc.cli.values import FiniteRange, names
 from ktc.drawing import check_picture
 from ktc.errors import UsageError
 from ktc.outputs import check_outputs
 from ktc.progress import set_verbosity, verbosity
 
 
-def _list(text: str) -> list[str]:
-    return [part for part in text.replace(",", " ").split() if part]
-
-
 def _counts(text: str) -> list[int]:
-    parts = _list(text)
+    parts = names(text)
     if not parts or not all(p.isdigit() and int(p) > 0 for p in parts):
         raise UsageError(f"--tokens {text!r} is not a list of positive numbers", "for example --tokens 1,16,1024")
     return [int(p) for p in parts]
@@ -29,12 +26,12 @@ def _counts(text: str) -> list[int]:
 @click.option("--tokens", default="1,2,4,8,16,128,512,1024", show_default=True, help="Tokens of a call.")
 @click.option("--format", "formats", default="int4,int8,bf16", show_default=True, help="ktc's own; `none` for none.")
 @click.option("--peers", default="grouped_mm,int4pack,int8pack", show_default=True, help="PyTorch's; `none` for none.")
-@click.option("--seconds", type=click.FloatRange(min=0.0), default=0.5, show_default=True, help="Timed per figure.")
+@click.option("--seconds", type=FiniteRange(min=0.0), default=0.5, show_default=True, help="Timed per figure.")
 @click.option("--threads", type=click.IntRange(min=1), help="Default: usable CPUs.")
 @click.option("--variant", help="Kernel library variant; default: the best that runs here.")
 @click.option("--kernel", default="hybrid", show_default=True, help="hybrid (by tokens per expert), amx, avx512, ...")
 @click.option("--scheduling", type=click.Choice(["dynamic", "static"]), default="dynamic", show_default=True)
-@click.option("--skew", type=click.FloatRange(min=0.0), default=0.0, show_default=True, help="Uneven expert loads.")
+@click.option("--skew", type=FiniteRange(min=0.0), default=0.0, show_default=True, help="Uneven expert loads.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--breakdown", is_flag=True, help="The paper's steps (v, m, d, n) and kernel choices instead.")
 @click.option("--emulate-nodes", type=click.IntRange(min=1), help="With --breakdown: deal the CPUs out to N nodes.")
@@ -74,10 +71,10 @@ def command(
     from ktc.perf.shapes import parse_shape
 
     def chosen(text: str) -> list[str]:
-        return [] if text == "none" else _list(text)
+        return [] if text == "none" else names(text)
 
     options = kernel_bench.Options(
-        shapes=[parse_shape(s) for s in _list(shapes)],
+        shapes=[parse_shape(s) for s in names(shapes)],
         tokens=_counts(tokens),
         formats=chosen(formats),
         peers=chosen(peers),

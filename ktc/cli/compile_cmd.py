@@ -77,6 +77,7 @@ def command(
             "variants": list(made.variants),
             "source_bytes": made.source_bytes,
             "seconds": made.seconds,
+            "seconds_in_all": round(time.monotonic() - began, 3),
             "peak_rss": made.peak_rss,
             "resumed": made.resumed,
         }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ktc.cli.values import FiniteRange, names
 from ktc.progress import Progress, set_verbosity, status
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command("tune")
 @click.option("--format", "formats", default="int4,int8,bf16", show_default=True, help="Formats to measure.")
-@click.option("--seconds", type=click.FloatRange(min=0.0), default=0.15, show_default=True, help="Per measured figure.")
+@click.option("--seconds", type=FiniteRange(min=0.0), default=0.15, show_default=True, help="Per measured figure.")
 @click.option("--threads", type=click.IntRange(min=1), help="Of the crossover.  [default: usable CPUs]")
 @click.option(
     "--profile",
@@ -59,7 +60,7 @@ def command(
         raise click.UsageError("--profile and --no-profile exclude each other")
     from ktc.perf import crossover
 
-    wanted = [f for f in formats.replace(",", " ").split() if f]
+    wanted = names(formats)
     with Progress("tune", len(wanted) * len(crossover.ROWS), "figures") as progress:
         found = crossover.measure(wanted, seconds=seconds, threads=threads, tick=lambda what: progress.update(1, what))
     stored = None if dry_run or not found else _store(found)

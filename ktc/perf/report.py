@@ -100,11 +100,16 @@ def _csv(header: list[str], body: list[list[Any]]) -> str:
 
 def _about(about: dict[str, Any]) -> str:
     shown = ("cpu", "threads", "variant", "format", "kernels", "tuning", "skew", "load")
-    load = about.get("load", 0.0)
-    warning = ""
-    if load > 0.5 + about.get("threads", 1):
-        warning = f"\n\n**Taken on a busy machine (load {load:.1f}): figures are not this machine's.**"
+    busy = busy_note(about.get("load", 0.0), about.get("threads", 1))
+    warning = f"\n\n**{busy}**" if busy else ""
     return ", ".join(f"{key} {_short(about[key])}" for key in shown if key in about) + warning
+
+
+def busy_note(load: float, threads: int) -> str:
+    """What to say where more was running than what was measured; empty if nothing was."""
+    if load <= 0.5 + threads:
+        return ""
+    return f"Taken on a busy machine (load {load:.1f}): figures are not this machine's."
 
 
 def _short(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,13 @@ def test_tables_agree(bundle: Path) -> None:
 )
 def test_what_cannot_be_measured_is_said(arguments: tuple[object, ...], message: str, bundle: Path) -> None:
     assert message in str(run(bundle, *arguments).exception)
+
+
+def test_a_busy_machine_is_said(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for load, said in ((2.4, False), (37.0, True)):
+        monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, load, load))
+        result = run(bundle, "-p", 0, "-n", 2, "-r", 1, "--threads", 2)
+        assert result.exit_code == 0 and ("busy machine (load 37.0)" in result.stderr) is said
 
 
 def test_graph_is_the_default_and_both_take_turns(bundle: Path) -> None:

@@ -166,10 +166,21 @@ def test_the_command_prints_and_saves(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("KTC_CONFIG_DIR", str(tmp_path))
     monkeypatch.setattr("ktc.perf.limits.probe_bytes", lambda: 2 << 20)
     monkeypatch.setattr("ktc.perf.experts._MAX_LAYERS", 1)
-    arguments = ["bench", "kernels", "--shape", "4x128x128:2", "--tokens", "1", "--format", "int8", "--peers", "none"]
+    arguments = [
+        "bench",
+        "kernels",
+        "--shape",
+        "4x128x128:2",
+        "--tokens",
+        "1",
+        "--format",
+        "int8,int8",
+        "--peers",
+        "none",
+    ]
     arguments += ["--seconds", "0", "--threads", "1", "--save", str(tmp_path / "out.json")]
     result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
-    assert result.exit_code == 0 and "| ktc int8" in result.output
+    assert result.exit_code == 0 and result.output.count("| ktc int8") == 1  # named twice, measured once
     assert json.loads((tmp_path / "out.json").read_text())["rows"][0]["name"] == "ktc int8"
 
 
@@ -188,6 +199,13 @@ def test_the_command_prints_and_saves(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_bad_options_are_one_clear_error(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(cli, ["bench", "kernels", *arguments])
     assert isinstance(result.exception, KtcError) and message in str(result.exception)
+
+
+@pytest.mark.parametrize("command", [["bench", "kernels"], ["tune", "--dry-run"]])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_numbers_are_finite(command: list[str], value: str) -> None:
+    result = CliRunner().invoke(cli, [*command, "--seconds", value])
+    assert result.exit_code == 2 and "--seconds" in result.output
 
 
 def test_peers_that_cannot_take_a_shape_are_skipped_by_name() -> None:

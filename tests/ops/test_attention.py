@@ -115,6 +115,16 @@ def test_gqa_prefill_chunks_and_decode(isa: str, shape: Gqa) -> None:
     close(case.run(isa, [1, 130, 7, 64, 65, *[1] * 66]), case.naive(), 5e-6)
 
 
+@pytest.mark.parametrize("shape", [Gqa(4, 1), Gqa(6, 3), Gqa(8, 8, sinks=True), Gqa(2, 1, window=300)], ids=str)
+def test_gqa_keys_split_at_every_remainder(shape: Gqa) -> None:
+    """1, 2, 4, ... parts of the keys, the last one of several lengths down to a single key or none."""
+    for total in (256, 257, 273, 513, 529, 1025):
+        case = Case(shape, total)
+        want = case.naive()
+        for last in (1, 15):
+            close(case.run("", [total - last, last])[-last:], want[-last:], 5e-6)
+
+
 def test_gqa_same_bits_for_every_thread_count() -> None:
     # failure Q5: the split of the keys depends on shapes, not on threads.
     case = Case(Gqa(heads=3, kv_heads=3, dim=40, half=20), 650)

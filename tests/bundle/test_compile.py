@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -346,6 +347,15 @@ def test_c11_a_real_full_file_system(tiny_checkpoint, tmp_path: Path) -> None:
         assert list(disk.iterdir()) == []  # found before the first byte
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_too_full_a_disk_is_found_before_kernels_are_built(tiny_checkpoint, tmp_path: Path, monkeypatch) -> None:
+    built: list[object] = []
+    monkeypatch.setattr("ktc.bundle.kernels.build_kernels", lambda *a: built.append(a))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 10))
+    with pytest.raises(DiskError, match=r"the bundle needs .* more on the disk"):
+        compile_checkpoint(tiny_checkpoint("deepseek_v3"), "int4", tmp_path / "x.ktc")
+    assert not built and list(tmp_path.iterdir()) == []
 
 
 def test_another_recipe_does_not_continue_the_work_of_this_one(tiny_checkpoint, tmp_path: Path, monkeypatch) -> None:

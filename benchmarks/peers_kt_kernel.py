@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from ktc.errors import KtcError
 from ktc.perf import kernel_bench, report
-from ktc.perf.experts import Contestant, DenseExpert, layers_for
+from ktc.perf.dense_experts import DenseExpert
+from ktc.perf.experts import Contestant, layers_for
 from ktc.perf.limits import default_cpus
 from ktc.perf.routing import Routing
 from ktc.perf.shapes import MoeShape, parse_shape

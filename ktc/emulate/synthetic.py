@@ -19,7 +19,8 @@ from ktc.engine.packed import native_moe
 from ktc.errors import KtcError, UsageError
 from ktc.graph.build import Callback, GraphExecutor, WeightRef
 from ktc.graph.ir import Node
-from ktc.perf.experts import KtcWeights, kernel_library, random_experts
+from ktc.perf.dense_experts import random_experts
+from ktc.perf.experts import KtcWeights, kernel_library
 from ktc.perf.shapes import SCHEMES, MoeShape
 from ktc.plan.ir import Plan
 from ktc.progress import status

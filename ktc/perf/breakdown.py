@@ -17,7 +17,8 @@ import numpy as np
 
 from ktc.errors import KtcError, UsageError
 from ktc.perf import routing
-from ktc.perf.experts import KtcExperts, KtcWeights, kernel_library, layers_for, random_experts, specs_for_shape
+from ktc.perf.dense_experts import random_experts
+from ktc.perf.experts import KtcExperts, KtcWeights, kernel_library, layers_for, specs_for_shape
 from ktc.perf.figures import machine
 from ktc.perf.interleave import interleave
 from ktc.perf.kernel_bench import Options, limit_kinds

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from ktc.errors import UsageError
-from ktc.perf.experts import KtcExperts, KtcWeights, kernel_library, layers_for, random_experts, specs_for_shape
+from ktc.perf.dense_experts import random_experts
+from ktc.perf.experts import KtcExperts, KtcWeights, kernel_library, layers_for, specs_for_shape
 from ktc.perf.interleave import interleave
 from ktc.perf.limits import default_cpus
 from ktc.perf.routing import even_rows

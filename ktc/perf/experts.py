@@ -1,7 +1,7 @@
 """ktc's own experts as a contestant: random weights, packed as a bundle would hold them, in huge pages.
 
-Only a few distinct experts are made and packed; their bytes are then copied into memory of their own for every
-expert, so that set-up is quick and the working set is real. Not here: timing (interleave.py).
+Only a few distinct experts are made (dense_experts.py) and packed; their bytes are then copied into memory of their own
+for every expert, so that set-up is quick and the working set is real. Not here: timing (interleave.py).
 Letters: E experts, H hidden, I expert intermediate size, k experts per token, T tokens.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ktc.engine.packed import native_moe
 from ktc.errors import UsageError
 from ktc.layout import QuantScheme, round_up, split_intermediate, split_unit
+from ktc.perf.dense_experts import DenseExpert
 from ktc.perf.limits import l3_bytes
 from ktc.perf.routing import Routing
 from ktc.perf.shapes import MoeShape
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from ktc.codegen.spec import KernelSpecs
     from ktc.pack.experts import PackedExpert
 
-WEIGHT_SIGMA = 0.02
-DISTINCT = 2
 _MIN_WORKING_SET = 256 << 20
 _MAX_LAYERS = 64
 """A toy shape would need thousands of layers to be cold, each with buffers of its own; it is measured warm instead."""
@@ -63,56 +62,6 @@ class Contestant(Protocol):
 
     def about(self) -> dict[str, Any]:
         """What it ran on, for the report."""
-
-
-@dataclass(frozen=True)
-class DenseExpert:
-    """f32 weights of one expert: gate and up [I, H], down [H, I]."""
-
-    gate: NDArray[np.float32]
-    up: NDArray[np.float32]
-    down: NDArray[np.float32]
-
-    def bf16(self) -> DenseExpert:
-        """Rounded to bf16: what every contestant is given, as a checkpoint would hold it."""
-        from ktc.pack.device import to_bf16
-
-        def rounded(w: NDArray[np.float32]) -> NDArray[np.float32]:
-            return (to_bf16(w).astype(np.uint32) << 16).view(np.float32)
-
-        return DenseExpert(rounded(self.gate), rounded(self.up), rounded(self.down))
-
-
-def random_experts(shape: MoeShape, seed: int = 0, distinct: int = DISTINCT) -> list[DenseExpert]:
-    """`distinct` experts of weights N(0, 0.02), bf16 values; expert e of a layer holds number e % distinct."""
-    rng = np.random.default_rng(seed)
-    sigma = np.float32(WEIGHT_SIGMA)
-
-    def matrix(rows: int, columns: int) -> NDArray[np.float32]:
-        return rng.standard_normal((rows, columns), dtype=np.float32) * sigma
-
-    h, i = shape.hidden, shape.intermediate
-    return [DenseExpert(matrix(i, h), matrix(i, h), matrix(h, i)).bf16() for _ in range(min(distinct, shape.experts))]
-
-
-def reference(experts: list[DenseExpert], x: NDArray[np.float32], routing: Routing) -> NDArray[np.float32]:
-    """The layer in fp32: sum over a token's experts of weight * down(silu(gate x) * up x); f32 [T, H]."""
-    out = np.zeros_like(x)
-    which = routing.ids % len(experts)
-    for number, e in enumerate(experts):
-        tokens, slots = np.nonzero(which == number)
-        if not len(tokens):
-            continue
-        rows = x[tokens]
-        gate = rows @ e.gate.T
-        h = gate / (1 + np.exp(-gate)) * (rows @ e.up.T)
-        np.add.at(out, tokens, (h @ e.down.T) * routing.weights[tokens, slots][:, None])
-    return out
-
-
-def relative_error(out: NDArray[np.float32], ref: NDArray[np.float32]) -> float:
-    """||out - ref|| / ||ref||."""
-    return float(np.linalg.norm(out.astype(np.float64) - ref) / np.linalg.norm(ref.astype(np.float64)))
 
 
 def layers_for(layer_bytes: float, working_set: int | None = None) -> int:

@@ -16,18 +16,8 @@ from numpy.typing import NDArray
 
 from ktc.errors import BuildError, KtcError, UsageError
 from ktc.perf import routing
-from ktc.perf.experts import (
-    Contestant,
-    DenseExpert,
-    KtcExperts,
-    KtcWeights,
-    kernel_library,
-    layers_for,
-    random_experts,
-    reference,
-    relative_error,
-    specs_for_shape,
-)
+from ktc.perf.dense_experts import DenseExpert, random_experts, reference, relative_error
+from ktc.perf.experts import Contestant, KtcExperts, KtcWeights, kernel_library, layers_for, specs_for_shape
 from ktc.perf.figures import Report, Row, machine, make_row
 from ktc.perf.interleave import Timing, interleave
 from ktc.perf.limits import DRAM_HUGE, Limits, Sampler, default_cpus

@@ -212,7 +212,7 @@ def _time_kernels(
     say: Callable[[str], None],
 ) -> list[TimedKernels]:
     from ktc.engine.pool import get_pool
-    from ktc.perf.experts import random_experts
+    from ktc.perf.dense_experts import random_experts
 
     options = kernel_bench.Options((shape,), (MANY_TOKENS,), tuple(formats), (), seconds, working_set=working_set)
     if unknown := [f for f in formats if f not in SCHEMES]:

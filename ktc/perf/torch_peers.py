@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ktc.errors import KtcError
-from ktc.perf.experts import DenseExpert
+from ktc.perf.dense_experts import DenseExpert
 from ktc.perf.routing import Routing
 from ktc.perf.shapes import MoeShape
 

@@ -11,7 +11,8 @@ import pytest
 from ktc import _runtime
 from ktc.codegen.variants import VARIANTS
 from ktc.layout import QuantScheme
-from ktc.perf.experts import DenseExpert, KtcExperts, KtcWeights, random_experts, reference
+from ktc.perf.dense_experts import DenseExpert, random_experts, reference
+from ktc.perf.experts import KtcExperts, KtcWeights
 from ktc.perf.routing import Routing, draw
 from ktc.perf.shapes import SCHEMES, MoeShape
 from tests.runtime.layers import Layer, run

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ktc.perf.experts import KtcExperts, KtcWeights, kernel_library, random_experts, reference, specs_for_shape
+from ktc.perf.dense_experts import random_experts, reference
+from ktc.perf.experts import KtcExperts, KtcWeights, kernel_library, specs_for_shape
 from ktc.perf.jobs import fit, time_by_experts
 from ktc.perf.routing import Dealer, Routing
 from ktc.perf.shapes import SCHEMES, parse_shape

@@ -15,16 +15,8 @@ from ktc.cli.main import cli
 from ktc.errors import KtcError, UsageError
 from ktc.layout import QuantScheme
 from ktc.perf import breakdown, crossover, kernel_bench, report
-from ktc.perf.experts import (
-    KtcExperts,
-    KtcWeights,
-    kernel_library,
-    layers_for,
-    random_experts,
-    reference,
-    relative_error,
-    specs_for_shape,
-)
+from ktc.perf.dense_experts import random_experts, reference, relative_error
+from ktc.perf.experts import KtcExperts, KtcWeights, kernel_library, layers_for, specs_for_shape
 from ktc.perf.figures import Report, Row
 from ktc.perf.routing import draw, even_rows
 from ktc.perf.shapes import SCHEMES, parse_shape

@@ -254,6 +254,13 @@ class EmulatedLane:
     def forget(self) -> None: ...
     recorded: int
 
+class ops:
+    """Single native operators, for tests: runtime/src/ops/bindings_ops.cpp."""
+
+    @staticmethod
+    def available() -> list[str]:
+        """Instruction sets that they may be forced to here (`KTC_OPS_ISA`)."""
+
 def bf16_attention() -> bool:
     """Whether attention over many rows can be bf16 on this CPU, where a program allows it."""
 

@@ -53,7 +53,7 @@ def parse(data: bytes, what: str) -> Any:
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise BundleError(f"{what}: not valid JSON: {error}") from error
+        raise BundleError(f"{what}: not valid JSON: {error}", "copy or compile the bundle again") from error
 
 
 @functools.cache

@@ -122,7 +122,9 @@ class Bundle:
         try:
             value = json.loads(self.read(name))
         except (ValueError, RecursionError) as error:
-            raise BundleError(f"{self.path / name}: not valid JSON: {error}") from error
+            raise BundleError(
+                f"{self.path / name}: not valid JSON: {error}", "copy or compile the bundle again"
+            ) from error
         if not isinstance(value, dict):
             raise BundleError(f"{self.path / name}: not a JSON object")
         return value

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from ktc.cli.values import FiniteRange, names
 from ktc.drawing import check_picture
@@ -60,8 +61,8 @@ def command(
 ) -> None:
     """Measure the routed experts' kernels, interleaved with PyTorch's and with the machine's limits."""
     set_verbosity(verbose)
-    if breakdown and plot_path is not None:
-        raise UsageError("--plot draws the comparison, not the breakdown")
+    if breakdown:
+        _check_breakdown(plot_path, formats)
     if emulate_nodes is not None and not breakdown:
         raise UsageError("--emulate-nodes is for --breakdown")
     check_picture(plot_path)
@@ -101,6 +102,18 @@ def command(
         from ktc.codegen.cache import write_atomic
 
         write_atomic(save_path, record.encode())
+
+
+def _check_breakdown(plot_path: Path | None, formats: str) -> None:
+    """A breakdown chooses its own kernels and compares with no peers: what it would not look at is refused."""
+    if plot_path is not None:
+        raise UsageError("--plot draws the comparison, not the breakdown")
+    source = click.get_current_context().get_parameter_source
+    for name in ("kernel", "scheduling", "peers"):
+        if source(name) is not ParameterSource.DEFAULT:
+            raise UsageError(f"--{name} is not for --breakdown, whose steps are fixed", "leave out one of the two")
+    if source("formats") is not ParameterSource.DEFAULT and len(names(formats)) > 1:
+        raise UsageError("--breakdown is of one format", f"--format {names(formats)[0]}")
 
 
 def _say(text: str) -> None:

@@ -58,7 +58,7 @@ def command(
     tokenizer = load_tokenizer(Path(model.ktc_report.bundle) / "model")
     context = min(getattr(model, "context", 1 << 30), model.config.max_position_embeddings or 1 << 30)
     if window is not None and window > context:
-        raise UsageError(f"a window of {window} tokens does not fit the context of {context}", "use --window")
+        raise UsageError(f"a window of {window} tokens does not fit the context of {context}", f"--window {context}")
     ids = text_ids(tokenizer, text)
     windows = windows_of(ids, window or min(WINDOW, context), tokenizer.bos_token_id)
     windows = [part[:context] for part in windows]  # with BOS one may be a token too long
@@ -80,4 +80,4 @@ def _open(bundle: Path, verbose: int, window: int | None, options: dict[str, Any
 
     if (bundle / "manifest.json").is_file() and (wants_cuda(bundle) or not wants_graph(bundle, "auto", None, None, 0)):
         return load_model(bundle, verbose, **options)
-    return load_native(bundle, verbose, context=(window or WINDOW) + 1, **options)
+    return load_native(bundle, verbose, context=window or WINDOW, **options)

@@ -130,7 +130,8 @@ def build(job: Job, among: Compilers | None = None) -> BuiltLib:
         _replace_directory(work, job.directory)
         return lib
     except OSError as e:
-        raise DiskError(f"building kernels in {work} failed: {e.strerror}") from e
+        hint = "make room there and for temporary files, or set KTC_CACHE_DIR (TMPDIR) to another place"
+        raise DiskError(f"building kernels in {work} failed: {e.strerror}", hint) from e
     finally:
         if not os.environ.get("KTC_DEBUG"):
             shutil.rmtree(work, ignore_errors=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shlex
 import shutil
@@ -106,10 +107,13 @@ class Compiler:
             among: those that it is to be ended with.
         Raises:
             BuildError: with the compiler's last lines.
+            OSError: the disk is full, by the compiler's own words.
         """
         # Run where the source is, with a relative name: no directory of this machine ends up in the output.
         command = [*self.command, *flags, f"-I{include}", source.name, "-o", str(output)]
         code, said = (among or Compilers()).run(command, source.parent)
+        if code != 0 and os.strerror(errno.ENOSPC) in said:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if code != 0:
             errors = [line for line in said.splitlines() if line.strip()]
             shown = "\n  ".join(errors[-_LAST_LINES:]) or f"exit code {code}"

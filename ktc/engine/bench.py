@@ -69,7 +69,10 @@ def measure(
     turns = [(graph, _generator(model)) for graph, model in models.items()]
     for _, generator in turns:
         if generator.context is not None and length + decode > generator.context:
-            raise UsageError(f"{length} + {decode} tokens do not fit the model's context of {generator.context}")
+            raise UsageError(
+                f"{length} + {decode} tokens do not fit the model's context of {generator.context}",
+                f"-p and -n of {generator.context} together",
+            )
     vocabulary = turns[0][1].model.config.get_text_config().vocab_size
     ids = np.random.default_rng(0).integers(0, vocabulary, length).tolist()
     for _, generator in turns:

@@ -63,8 +63,13 @@ def no_kernel(bundle: Bundle, lib: Any, forced: str, error: Exception) -> KtcErr
     Args:
         forced: part of a kernel's name (`--kernel`), or nothing.
     """
+    return forced_kernel(lib, forced, error) or BuildError(f"{bundle.path}: {error}")
+
+
+def forced_kernel(lib: Any, forced: str, error: Exception) -> UsageError | None:
+    """The error if it is that no kernel is called as the user wants (`forced`, see `no_kernel`)."""
     if not forced or "whose name contains" not in str(error):  # words of the runtime
-        return BuildError(f"{bundle.path}: {error}")
+        return None
     labels = dict.fromkeys(str(kernel["name"]).partition(":")[0] for kernel in lib.kernels())
     what = str(error).partition(" has ")[2].partition("; it has ")[0] or str(error)
     return UsageError(

@@ -8,6 +8,7 @@ of bounded scratch), `decode` one. Sampling and text are elsewhere (generate.py 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from ktc.engine.generate import check_tokens
 from ktc.engine.kernels import Kernels
 from ktc.engine.opening import no_kernel, open_judged, open_kernels
 from ktc.engine.placement import misplaced
-from ktc.errors import BundleError, KtcError
+from ktc.errors import BundleError, KtcError, UsageError
 from ktc.graph.build import PREFILL_CHUNK, GraphExecutor
 from ktc.graph.ir import Program
 from ktc.native.modules import BundleModules, import_torch, module_bytes
@@ -186,6 +187,20 @@ def _attention(allowed: set[str]) -> str:
     return f"{'/'.join(sorted(here))}{also}"
 
 
+def _check_operators(forced: str) -> None:
+    """
+    Raises:
+        UsageError: the named instruction set of the native operators is unknown, or this machine lacks it.
+    """
+    from ktc import _runtime
+
+    here = _runtime.ops.available()
+    if forced and forced not in here:
+        raise UsageError(
+            f"KTC_OPS_ISA={forced}: this machine has no such operators", f"possible here: {', '.join(here)}"
+        )
+
+
 def open_native(
     path: str | Path,
     *,
@@ -220,7 +235,6 @@ def open_native(
     Raises:
         BundleError, BuildError, UnsupportedModelError, KtcError: see the parts.
     """
-    started = time.perf_counter()
     from ktc import _runtime
     from ktc.engine import pool as pools
     from ktc.engine.memory import check_memory as refuse_too_large
@@ -230,7 +244,9 @@ def open_native(
     program = load_program(bundle)
     if fp32_attention:
         program = program.with_fp32_attention()
+    _check_operators(isa or os.environ.get("KTC_OPS_ISA", ""))
     lib, slower = open_kernels(bundle, variant, trust_sha256, kernel_library)
+    started = time.perf_counter()  # kernels may have been built: that is no reading of weights
     cpus = pools.place(_runtime.numa_nodes(), bundle.plan.nodes, threads, emulate_nodes)
     degraded += pools.crowded(_runtime.numa_nodes(), threads)
     pool = pools.get_pool(cpus, caller_works)
@@ -247,9 +263,10 @@ def open_native(
         )
     if program.callbacks():
         import_torch()  # seconds that are no reading of weights
+    tuning = load_tuning()
     try:
         with Progress("load weights", total + called_bytes, "B") as progress:
-            kernels, bind = Kernels(lib, pool, force_kernel, load_tuning().min_rows), not emulate_nodes
+            kernels, bind = Kernels(lib, pool, force_kernel, tuning.min_rows), not emulate_nodes
             modules = None
             if program.callbacks():
                 modules = BundleModules(bundle, program, kernels, context=context, progress=progress, bind=bind)
@@ -292,6 +309,7 @@ def open_native(
         bundle.plan,
         lib,
         program,
+        str(tuning),
     )
     if strict and degraded:
         raise KtcError("strict: " + "; ".join(degraded), "leave out --strict to run all the same")

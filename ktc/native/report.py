@@ -39,6 +39,7 @@ class NativeReport:
     plan: Plan | None = None
     lib: Any = None
     program: Program | None = None
+    tuning: str = ""
 
     @property
     def huge_bytes(self) -> int:
@@ -58,6 +59,8 @@ class NativeReport:
             f"  caches {format_bytes(self.cache_bytes)} for {self.context} positions,"
             f" scratch {format_bytes(self.arena_bytes)}",
         ]
+        if self.tuning:
+            out.append(f"  kernel choice: {self.tuning}")
         out += [f"  {p.line()}" for p in self.placement]
         if self.n_deferred:
             out.append(f"  {self.n_deferred} experts of each MoE layer are deferred while decoding")

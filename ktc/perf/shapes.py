@@ -84,7 +84,7 @@ def parse_shape(text: str) -> MoeShape:
         raise UsageError(f"unknown shape {text!r}", f"one of {', '.join(SHAPES)}, or EXPERTSxHIDDENxINTERMEDIATE:TOP_K")
     experts, hidden, intermediate, k = map(int, numbers)
     if k > experts:
-        raise UsageError(f"shape {text!r}: top {k} of {experts} experts is impossible")
+        raise UsageError(f"shape {text!r}: top {k} of {experts} experts is impossible", f"top {experts} at most")
     return MoeShape(text, experts, hidden, intermediate, k)
 
 

@@ -24,4 +24,4 @@ def check_split(top_k: int, deferred: int, skipped: int, where: str = "") -> Non
     if deferred and skipped:
         raise UsageError("experts are deferred or skipped, not both", "leave out --skip, or use --deferred 0")
     if skipped >= top_k:
-        raise UsageError(f"{where}skipping {skipped} of {top_k} experts leaves none")
+        raise UsageError(f"{where}skipping {skipped} of {top_k} experts leaves none", f"skip {top_k - 1} or fewer")

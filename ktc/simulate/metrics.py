@@ -69,7 +69,7 @@ def use(slices: Sequence[Slice], window: Interval) -> Use:
     cpu_share = sum(map(total, pools)) / (len(pools) * span)
     both = sum(intersection(pool, device) for pool in pools) / (len(pools) * span)
     device_share = total(device) / span
-    return Use(cpu_share, device_share, both, 1.0 - cpu_share - device_share + both)
+    return Use(cpu_share, device_share, both, max(0.0, 1.0 - cpu_share - device_share + both))
 
 
 def steady_window(slices: Sequence[Slice]) -> tuple[Interval, int]:

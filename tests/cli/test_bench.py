@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktc.cli.bench_cmd import command
+from ktc.errors import UsageError
 from tests.tiny import make_tiny
 
 
@@ -58,6 +59,25 @@ def test_tables_agree(bundle: Path) -> None:
 )
 def test_what_cannot_be_measured_is_said(arguments: tuple[object, ...], message: str, bundle: Path) -> None:
     assert message in str(run(bundle, *arguments).exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--steps", 3), "--steps needs --device emulate:PROFILE"),
+        (("--device", "emulate:paper-2x8452y-a100", "-n", 3), "-n is not for a bundle on an emulated device"),
+        (("--nothing",), "No such option"),
+    ],
+)
+def test_options_of_the_other_kind_of_bench(arguments: tuple[object, ...], message: str, bundle: Path) -> None:
+    result = run(bundle, *arguments)
+    assert message in f"{result.exception} {result.output}" and result.exit_code != 0
+
+
+def test_operators_that_this_machine_lacks_are_named(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KTC_OPS_ISA", "sve")
+    result = run(bundle, "-p", 1, "-n", 1)
+    assert isinstance(result.exception, UsageError) and str(result.exception).startswith("KTC_OPS_ISA=sve: ")
 
 
 def test_a_busy_machine_is_said(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

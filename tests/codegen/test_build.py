@@ -194,6 +194,17 @@ def test_compile_errors_are_told_in_the_compilers_words(
     assert [p.name for p in cache_dir.iterdir() if p.name.startswith(".build")] == []
 
 
+def test_a_compiler_that_finds_the_disk_full(cache_dir: Path, tmp_path: Path) -> None:
+    full = tmp_path / "c++"
+    full.write_text("#!/bin/sh\necho 'ld: final link failed: No space left on device' >&2\nexit 1\n")
+    full.chmod(0o755)
+    job = make_job(SPECS, "portable")
+    with pytest.raises(DiskError, match="No space left on device") as caught:
+        build(build_module.Job(job.variant, job.source, Compiler((str(full),), "full"), job.key))
+    assert "KTC_CACHE_DIR" in str(caught.value.hint) and not job.directory.exists()
+    assert [p.name for p in cache_dir.iterdir() if p.name.startswith(".build")] == []
+
+
 def test_a_library_that_exports_more_or_less_is_refused(cache_dir: Path, tmp_path: Path) -> None:
     job = make_job(SPECS, "portable")
     extra = '\nextern "C" __attribute__((visibility("default"))) int ktc_extra() { return 1; }\n'

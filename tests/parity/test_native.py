@@ -53,6 +53,15 @@ def relative(got: Any, want: Any) -> float:
     return float(np.abs(got - want).max() / np.abs(want).max())
 
 
+def test_the_report_says_how_kernels_are_chosen(
+    native: Native, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KTC_CONFIG_DIR", str(tmp_path))  # nothing is stored there
+    report = native("qwen3_moe", "fp32").ktc_report
+    assert report is not None
+    assert any(line.startswith("  kernel choice: built-in defaults") for line in report.lines())
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_graph_equals_eager_engine(native: Native, loaded: Callable[..., Any], name: str) -> None:
     ids = ids_of(45)

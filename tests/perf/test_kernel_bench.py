@@ -186,6 +186,9 @@ def test_the_command_prints_and_saves(tmp_path: Path, monkeypatch: pytest.Monkey
         (["--shape", "4x128x128:2", "--peers", "jax"], "unknown peer 'jax'"),
         (["--shape", "4x128x128:2", "--format", "none", "--peers", "none", "--tokens", "1"], "nothing to measure"),
         (["--breakdown", "--plot", "x.png"], "not the breakdown"),
+        (["--breakdown", "--peers", "none"], "--peers is not for --breakdown"),
+        (["--breakdown", "--format", "int4,int8"], "one format"),
+        (["--shape", "4x128x128:2", "--tokens", "1", "--format", "int8", "--kernel", "foo"], "--kernel foo: the "),
     ],
 )
 def test_bad_options_are_one_clear_error(arguments: list[str], message: str) -> None:

@@ -136,12 +136,22 @@ KTC_INLINE void dot_block(const ktc_gemm_args& a, int epilogue, const Lines& lin
   dot_sweep<S, V, R>(a, epilogue, lines, k, a.m_begin, b);
 }
 
+/* The scales of a block, a stream too slow to be foreseen by the CPU. */
+template <class V>
+KTC_INLINE void call_scales(const ktc_gemm_args& a, int64_t b) {
+  const float* const scale = a.weight.scale + b * kBlockRows;
+  V::prefetch(reinterpret_cast<const uint8_t*>(scale));
+  V::prefetch(reinterpret_cast<const uint8_t*>(scale + kBlockRows / 2));
+}
+
 template <class S, class V>
 KTC_NOINLINE void gemm_dot(const ktc_gemm_args& a, int epilogue) {
   const int64_t k = S::k(a.k);
   const int64_t block_bytes = S::block_bytes(k);
   const uint8_t* const end = weights_end<S>(a, k);
+  if constexpr (S::kInteger && !S::kGroupScale) call_scales<V>(a, a.block_begin);
   for (int64_t b = a.block_begin; b < a.block_end; ++b) {
+    if constexpr (S::kInteger && !S::kGroupScale) call_scales<V>(a, b + 1);
     const uint8_t* tiles = a.weight.tiles + b * block_bytes;
     if constexpr (S::kFormat != KTC_INT4) {
       dot_block<S, V>(a, epilogue, ByteLines<S, V>{tiles, end}, k, b);

@@ -80,4 +80,4 @@ def _open(bundle: Path, verbose: int, window: int | None, options: dict[str, Any
 
     if (bundle / "manifest.json").is_file() and (wants_cuda(bundle) or not wants_graph(bundle, "auto", None, None, 0)):
         return load_model(bundle, verbose, **options)
-    return load_native(bundle, verbose, context=window or WINDOW, **options)
+    return load_native(bundle, verbose, context=(window or WINDOW) + 1, **options)  # and BOS

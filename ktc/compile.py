@@ -175,7 +175,7 @@ def claim(c: Compilation) -> None:
     c.journal = Journal(c.target, _key(c), restart=c.force, say=c.say)
     with _giving_up(c):
         emit.check_output(c.target, c.force)  # another compile may have made it just before the lock was free
-        _check_space(c)
+        _check_space(c, pipeline.unfinished(c.journal, c.tasks))
 
 
 def build(c: Compilation) -> None:
@@ -194,13 +194,13 @@ def build(c: Compilation) -> None:
 
 def pack(c: Compilation) -> None:
     """Quantise, pack and write every shard that an earlier, interrupted run did not finish."""
-    tasks, left = c.tasks, _left(c)
+    tasks, left = c.tasks, pipeline.unfinished(c.journal, c.tasks)
     if c.journal.resumed:
         c.say(f"continuing {c.journal.root}: {len(tasks) - len(left)} of {len(tasks)} shard sets are done")
     total, todo = sum(t.nbytes for t in tasks), sum(t.nbytes for t in left)
     started = time.monotonic()
     with _giving_up(c):
-        _check_space(c)
+        _check_space(c, left)
         with Progress("pack", total, "B", done=total - todo) as progress:
             pipeline.run_tasks(c.journal, left, progress, c.jobs or pipeline.default_jobs())
     c.packed_bytes, c.packed_seconds = todo, time.monotonic() - started
@@ -325,15 +325,9 @@ def _key(c: Compilation) -> dict[str, Any]:
     }
 
 
-def _left(c: Compilation) -> list[pipeline.Task]:
-    """What an earlier, interrupted run did not finish."""
-    done = c.journal.finished
-    return [task for task in c.tasks if any(file not in done for file in task.files)]
-
-
-def _check_space(c: Compilation) -> None:
+def _check_space(c: Compilation, left: list[pipeline.Task]) -> None:
     kernels = c.kernels.nbytes if c.kernels else 0
-    pipeline.check_space(c.target, sum(t.size for t in _left(c)) + kernels + SPARE_BYTES)
+    pipeline.check_space(c.target, sum(t.size for t in left) + kernels + SPARE_BYTES)
 
 
 def _add_graph(c: Compilation) -> None:

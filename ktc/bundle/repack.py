@@ -87,7 +87,7 @@ def repack(
                 from ktc.bundle.kernels import build_kernels
 
                 kernels = build_kernels(plan, variants, say)
-            left = [task for task in tasks if any(file not in journal.finished for file in task.files)]
+            left = pipeline.unfinished(journal, tasks)
             pipeline.check_space(out, sum(task.size for task in left))
             total, todo = sum(task.nbytes for task in tasks), sum(task.nbytes for task in left)
             with Progress("repack", total, "B", done=total - todo) as progress:

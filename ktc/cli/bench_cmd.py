@@ -16,12 +16,6 @@ from ktc.cli.engine_options import engine_options, load_model
 from ktc.cli.graph_options import graph_options, load_native, wants_graph
 from ktc.errors import UsageError
 
-_HELP = "ktc bench BUNDLE --device emulate:PROFILE --help"
-
-
-def _has(command: click.Command, option: str) -> bool:
-    return any(option in parameter.opts for parameter in command.params)
-
 
 class BundleOrKernels(click.Command):
     """`ktc bench BUNDLE`, and `ktc bench kernels` and `ktc bench emulate` as commands of their own (bundles of these
@@ -38,27 +32,28 @@ class BundleOrKernels(click.Command):
             from ktc.cli.bench_emulate_cmd import command as emulate
 
             return emulate.make_context(f"{info_name} emulate", args[1:], parent, **extra)
-        if any(arg == "--device" or arg.startswith("--device=") for arg in args):
-            from ktc.cli.bench_emulate_cmd import bundle_command
-
-            try:
-                return bundle_command.make_context(info_name, args, parent, **extra)
-            except click.NoSuchOption as error:
-                if _has(self, error.option_name):
-                    raise UsageError(f"{error.option_name} is not for a bundle on an emulated device", _HELP) from error
-                raise
-        if args and not args[0].startswith("-") and not Path(args[0]).exists():
+        emulated = any(arg == "--device" or arg.startswith("--device=") for arg in args)
+        if not emulated and args and not args[0].startswith("-") and not Path(args[0]).exists():
             near = difflib.get_close_matches(args[0], ("kernels", "emulate"), n=1, cutoff=0.75)
             if near:
                 raise UsageError(f"no bundle {args[0]}", f"did you mean `ktc bench {near[0]}`?")
         try:
+            if emulated:
+                return _bundle_command().make_context(info_name, args, parent, **extra)
             return super().make_context(info_name, args, parent, **extra)
         except click.NoSuchOption as error:
-            from ktc.cli.bench_emulate_cmd import bundle_command
+            other = self if emulated else _bundle_command()
+            if not any(error.option_name in parameter.opts for parameter in other.params):
+                raise
+            why = "is not for a bundle on an emulated device" if emulated else "needs --device emulate:PROFILE"
+            hint = "ktc bench BUNDLE --device emulate:PROFILE --help"
+            raise UsageError(f"{error.option_name} {why}", hint) from error
 
-            if _has(bundle_command, error.option_name):
-                raise UsageError(f"{error.option_name} needs --device emulate:PROFILE", _HELP) from error
-            raise
+
+def _bundle_command() -> click.Command:
+    from ktc.cli.bench_emulate_cmd import bundle_command
+
+    return bundle_command
 
 
 @click.command(

@@ -194,8 +194,7 @@ def _check_operators(forced: str) -> None:
     """
     from ktc import _runtime
 
-    here = _runtime.ops.available()
-    if forced and forced not in here:
+    if forced and forced not in (here := _runtime.ops.available()):
         raise UsageError(
             f"KTC_OPS_ISA={forced}: this machine has no such operators", f"possible here: {', '.join(here)}"
         )

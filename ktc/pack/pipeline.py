@@ -54,6 +54,11 @@ def default_jobs() -> int:
     return max(1, len(os.sched_getaffinity(0)))
 
 
+def unfinished(journal: Journal, tasks: Iterable[Task]) -> list[Task]:
+    """What an earlier, interrupted run did not finish."""
+    return [task for task in tasks if any(file not in journal.finished for file in task.files)]
+
+
 def check_space(out: Path, needed: int) -> None:
     """Refuse before the first byte if the disk cannot hold what is still to be written.
 

@@ -112,8 +112,7 @@ void Linear::plan_chunk(Call& call, Job& job, int quantize_phase, int gemm_phase
   const int64_t l2_pieces = std::min(blocks_, ceil_div(blocks_ * block_bytes, kPanelBytes));
   call.block_pieces = pieces_for(blocks_, cost, target);
   if (call.rows <= kFewRows) {
-    const int64_t long_calls =
-        std::max<int64_t>(blocks_ * block_bytes / kFewRowsBytes / threads, 1) * threads;
+    const int64_t long_calls = long_pieces(blocks_ * block_bytes, kFewRowsBytes, threads);
     call.block_pieces = std::min({call.block_pieces, long_calls, threads * kFewRowsTasks});
   }
   call.block_pieces = std::max(call.block_pieces, l2_pieces);

@@ -185,8 +185,7 @@ void MoeCall::cut_tasks() {
         std::max(blocks * cost / (m.pool_->node_threads(n) * kTasksPerThread), kMinTaskCost);
     // A call of the kernel begins slowly: its weights are not on their way yet.
     const int64_t block_bytes = o.scheme.block_bytes(o.nodes[n].width());
-    const int64_t here = m.pool_->node_threads(n);
-    const int64_t long_calls = std::max<int64_t>(blocks * block_bytes / kCallBytes / here, 1) * here;
+    const int64_t long_calls = long_pieces(blocks * block_bytes, kCallBytes, m.pool_->node_threads(n));
     nodes[n].column_pieces = std::min(pieces_for(blocks, cost, target), long_calls);
     job->set_tasks(first_phase + kDown, n, nodes[n].column_pieces);
   }

@@ -45,6 +45,11 @@ inline int64_t pieces_for(int64_t units, int64_t unit_cost, int64_t target) {
   return std::clamp<int64_t>(ceil_div(units * unit_cost, std::max<int64_t>(target, 1)), 1, units);
 }
 
+// Pieces of `bytes` in all with `least` each or more, as many for every thread, at least one.
+inline int64_t long_pieces(int64_t bytes, int64_t least, int64_t threads) {
+  return std::max<int64_t>(bytes / least / threads, 1) * threads;
+}
+
 // Floats between rows of `n` floats in scratch: an odd number of cache lines, so that a column of many rows
 // does not fall into a few sets of a cache.
 constexpr int64_t row_stride(int64_t n) { return (ceil_div(n, 16) | 1) * 16; }

@@ -158,19 +158,8 @@ def test_the_command_prints_and_saves(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("KTC_CONFIG_DIR", str(tmp_path))
     monkeypatch.setattr("ktc.perf.limits.probe_bytes", lambda: 2 << 20)
     monkeypatch.setattr("ktc.perf.experts._MAX_LAYERS", 1)
-    arguments = [
-        "bench",
-        "kernels",
-        "--shape",
-        "4x128x128:2",
-        "--tokens",
-        "1",
-        "--format",
-        "int8,int8",
-        "--peers",
-        "none",
-    ]
-    arguments += ["--seconds", "0", "--threads", "1", "--save", str(tmp_path / "out.json")]
+    arguments = ["bench", "kernels", "--shape", "4x128x128:2", "--tokens", "1", "--format", "int8,int8"]
+    arguments += ["--peers", "none", "--seconds", "0", "--threads", "1", "--save", str(tmp_path / "out.json")]
     result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     assert result.exit_code == 0 and result.output.count("| ktc int8") == 1  # named twice, measured once
     assert json.loads((tmp_path / "out.json").read_text())["rows"][0]["name"] == "ktc int8"

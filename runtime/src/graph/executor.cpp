@@ -153,9 +153,10 @@ void Executor::step(const int64_t* ids, int64_t rows, int64_t position, bool dec
     }
   } catch (const std::runtime_error& error) {
     mailbox_.drain();
-    const auto* const other = dynamic_cast<const NodeError*>(&error);
-    throw std::runtime_error((other != nullptr ? other->name : names_[i]) + " at position " +
-                             std::to_string(position) + ": " + error.what());
+    const auto* const earlier = dynamic_cast<const EarlierNodeError*>(&error);
+    const size_t at_fault = earlier != nullptr ? i - earlier->nodes_before : i;
+    throw std::runtime_error(names_[at_fault] + " at position " + std::to_string(position) + ": " +
+                             error.what());
   } catch (...) {  // an exception of a callback stays what it is
     mailbox_.drain();
     throw;

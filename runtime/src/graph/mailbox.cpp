@@ -8,13 +8,14 @@ namespace ktc::graph {
 
 void Mailbox::finish_linears() {
   std::exception_ptr first;
-  while (!linears.empty()) {
+  for (size_t before = 0; !linears.empty(); ++before) {
     const LinearTicket ticket = linears.back();
     linears.pop_back();
     try {
       ticket.linear->wait(ticket.id);
     } catch (const std::runtime_error& error) {
-      first = std::make_exception_ptr(NodeError(*ticket.name, error.what()));
+      first = before == 0 ? std::current_exception()
+                          : std::make_exception_ptr(EarlierNodeError(before, error.what()));
     } catch (...) {
       first = std::current_exception();
     }
@@ -23,13 +24,9 @@ void Mailbox::finish_linears() {
 }
 
 void Mailbox::drain() noexcept {
-  while (!linears.empty()) {
-    const LinearTicket ticket = linears.back();
-    linears.pop_back();
-    try {
-      ticket.linear->wait(ticket.id);
-    } catch (...) {  // the first error is already on its way to the caller
-    }
+  try {
+    finish_linears();
+  } catch (...) {  // the first error is already on its way to the caller
   }
   for (Ticket* t : {&immediate, &deferred, &posted}) {
     if (!*t) continue;

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
 namespace ktc::graph {
@@ -11,10 +10,10 @@ namespace ktc::graph {
 struct Experts;
 struct PackedLinear;
 
-// What failed in another node than the one that was waiting for it.
-struct NodeError : std::runtime_error {
-  NodeError(const std::string& node, const char* what) : std::runtime_error(what), name(node) {}
-  const std::string name;
+// What failed in a node before the one that was waiting for it.
+struct EarlierNodeError : std::runtime_error {
+  EarlierNodeError(size_t nodes, const char* what) : std::runtime_error(what), nodes_before(nodes) {}
+  const size_t nodes_before;
 };
 
 // Outstanding tickets of a step: the current layer's immediate experts, the deferred experts of the last MoE
@@ -35,12 +34,11 @@ struct Mailbox {
   struct LinearTicket {
     PackedLinear* linear = nullptr;
     void* id = nullptr;
-    const std::string* name = nullptr;  // of its node
   };
-  std::vector<LinearTicket> linears;  // in order of submission, over the same rows
+  std::vector<LinearTicket> linears;  // of consecutive nodes over the same rows, in their order
 
   // Waits for the linears, the last one first: until it is done its waiter takes tasks of all. Rethrows the
-  // first one's exception, as a NodeError if it is a runtime_error.
+  // first one's exception, as an EarlierNodeError if it is a runtime_error of another node than the last.
   void finish_linears();
   // Collects and drops whatever is outstanding; never throws.
   void drain() noexcept;

@@ -102,8 +102,7 @@ class RmsNorm final : public Node {
 class Linear final : public Node {
  public:
   Linear(const NodeSpec& s, Rows rows, Executor& e)
-      : name_(s.op + " " + s.name),
-        mail_(e.mailbox()),
+      : mail_(e.mailbox()),
         rows_(rows),
         x_(input(s, 0)),
         y_(output(s)),
@@ -124,13 +123,12 @@ class Linear final : public Node {
     }
     const int64_t rows = st.rows_of(rows_);
     if (!packed_) return dense(st, st.at(x_), rows, k_, weight_, n_, bias_, st.at(y_));
-    mail_.linears.push_back({packed_.get(), packed_->submit(st.at(x_), k_, rows, st.at(y_), n_), &name_});
+    mail_.linears.push_back({packed_.get(), packed_->submit(st.at(x_), k_, rows, st.at(y_), n_)});
     if (!followed_ || !st.together) mail_.finish_linears();
   }
   void followed() override { followed_ = true; }
 
  private:
-  const std::string name_;
   Mailbox& mail_;
   bool followed_ = false;
   Rows rows_;

@@ -20,7 +20,7 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // two if there may be so many, and equally long, so that an even number of threads has equally much to do.
 // base * splits <= base + kMaxTasks / 2 <= kMaxTasks.
 int64_t key_splits(int64_t keys, int64_t base) {
-  const int64_t most = base >= kMaxTasks / 2 ? 1 : kMaxTasks / 2 / base;
+  const int64_t most = std::max<int64_t>(kMaxTasks / 2 / base, 1);
   int64_t splits = 1;
   while (splits < most && splits * 4 * kKeyBlock < keys) splits *= 2;
   return std::min(splits, most);
